@@ -1,0 +1,468 @@
+"""Embedding: the file job, from an input to committed partitions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+import psutil
+import pyarrow as pa
+from apache_beam.metrics import Metrics
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.utils.windowed_value import WindowedValue
+
+from surge_beam.policy.costs import CostModel
+from surge_beam.policy.superbatch import Limits, memory_bound
+from surge_beam.records import (
+    BadInputError,
+    DeadLetter,
+    EncoderConfig,
+    SuperBatchPlan,
+    dead_letter_table,
+    pack,
+    unpack,
+)
+from surge_beam.transforms import manifest
+from surge_beam.transforms.files import Store, list_input
+from surge_beam.transforms.overlap import Overlap
+from surge_beam.transforms.read import (
+    ReadConfig,
+    ReadSegment,
+    Scanner,
+    SuperBatchReader,
+    record_json,
+    write_file_letters,
+)
+from surge_beam.transforms.plan import Planner, SplitPartition, summary_json
+from surge_beam.transforms.write import Committer, EncodedSegment, WriteConfig, publish
+
+NAMESPACE = "surge_beam"
+PLAN = "_surge/plan.json"
+FLOOR_ROWS = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbedConfig:
+    """A file job, whole: what is read, how it is encoded, and where it goes.
+
+    Attributes:
+      input: file, folder or glob.
+      output: the output folder.
+      run: name of this run; orders manifest entries, so later runs need later names.
+      read, encoder, write: the parts' own settings.
+      min_rows: rows a SuperBatch reaches; None measures the device and applies the cost model.
+      max_rows, max_bytes: what a SuperBatch never passes.
+      model_handler: a Beam ModelHandler in place of the encoder.
+      accelerator: Beam resource hint of the encode step.
+      prune: remove the output of inputs that are gone.
+    """
+
+    input: str
+    output: str
+    run: str
+    read: ReadConfig = ReadConfig()
+    encoder: EncoderConfig = EncoderConfig()
+    write: WriteConfig = WriteConfig()
+    min_rows: int | None = None
+    max_rows: int = 32_768
+    max_bytes: int = 64 << 20
+    model_handler: Any = None
+    accelerator: str = "type:nvidia-l4;count:1;install-nvidia-driver"
+    prune: bool = False
+
+    def limits(self, model: CostModel | None) -> Limits:
+        """The thresholds; with a cost model, B_min = n* / 2.5% within sensible bounds."""
+        wanted = self.min_rows
+        if wanted is None:
+            wanted = FLOOR_ROWS if model is None else model.min_rows(floor=FLOOR_ROWS)
+        return Limits(
+            min_rows=min(wanted, self.max_rows), max_rows=self.max_rows, max_bytes=self.max_bytes
+        )
+
+
+class EmbedFiles(beam.PTransform):
+    """Embeds every partition of an input and commits it below the output.
+
+    Starts from a pipeline. Its result is a PCollection of one small dict a SuperBatch: the
+    manifest entry's header.
+    """
+
+    def __init__(self, config: EmbedConfig):
+        super().__init__()
+        self._config = config
+
+    def expand(self, pipeline: beam.Pipeline) -> beam.PCollection[dict]:
+        config = self._config
+        listed = (
+            pipeline
+            | "Input" >> beam.Create([config.input])
+            | "List" >> beam.ParDo(_List(config)).with_outputs("about", main="files")
+        )
+        runs = (
+            listed.files
+            | "SpreadFiles" >> beam.Reshuffle()
+            | "Scan" >> beam.ParDo(_Scan(config)).with_output_types(bytes)
+        )
+        costs = listed.about | "Calibrate" >> on_device(beam.ParDo(_Calibrate(config)), config)
+        planned = (
+            runs
+            | "OneKey" >> beam.WithKeys(0).with_output_types(tuple[int, bytes])
+            | "Gather" >> beam.GroupByKey()
+            | "Plan"
+            >> beam.ParDo(
+                _Plan(config), beam.pvalue.AsSingleton(costs), beam.pvalue.AsSingleton(listed.about)
+            ).with_outputs("splits", main="plans")
+        )
+        encoded = (
+            planned.plans
+            | "SpreadPlans" >> beam.Reshuffle()
+            | "Encode"
+            >> on_device(beam.ParDo(_Encode(config)).with_outputs("parts", main="headers"), config)
+        )
+        _ = (
+            (
+                planned.splits | "SplitKeys" >> _keyed(),
+                encoded.parts | "PartKeys" >> _keyed(),
+            )
+            | "JoinParts" >> beam.CoGroupByKey()
+            | "Publish" >> beam.ParDo(_Publish(config))
+        )
+        return encoded.headers
+
+
+def on_device(transform: beam.PTransform, config: EmbedConfig) -> beam.PTransform:
+    """Gives a step the accelerator hint, unless the CPU was asked for."""
+    if config.encoder.device == "cpu":
+        # a hint of its own keeps the step in an environment, and a process, of its own
+        return transform.with_resource_hints(min_ram="2GiB")
+    return transform.with_resource_hints(accelerator=config.accelerator)
+
+
+def _keyed() -> beam.PTransform:
+    """Declares the key type of an output that carries none, so that its coder is deterministic."""
+    return beam.Map(lambda pair: pair).with_output_types(tuple[str, bytes])
+
+
+class _List(beam.DoFn):
+    def __init__(self, config: EmbedConfig):
+        self._config = config
+
+    def process(self, pattern: str) -> Iterator[Any]:
+        listing = list_input(pattern, exclude=self._config.output)
+        for file in listing.files:
+            yield pack(file)
+        sample = [f for f in listing.files if f.format == "parquet" and f.compression is None][:3]
+        yield beam.pvalue.TaggedOutput("about", (listing.passed_over, pack(sample)))
+
+
+class _Scan(beam.DoFn):
+    def __init__(self, config: EmbedConfig):
+        self._config = config
+
+    def setup(self) -> None:
+        self._scanner = Scanner(self._config.read, Store(self._config.output))
+
+    def process(self, file: bytes) -> Iterator[bytes]:
+        yield from self._scanner.scan(unpack(file))
+
+
+class _Calibrate(beam.DoFn):
+    """Measures tau and c where the encoder runs; passes None on where min_rows is given."""
+
+    def __init__(self, config: EmbedConfig):
+        self._config = config
+
+    def process(self, about: tuple[int, bytes]) -> Iterator[CostModel | None]:
+        if self._config.min_rows is not None:
+            yield None
+            return
+        from surge_beam.gpu.calibrate import calibrate
+
+        worker = load_worker(self._config)
+        yield calibrate(worker, _sample_texts(unpack(about[1]), self._config.read.text_column))
+
+
+def _sample_texts(files: list, column: str, count: int = 256) -> list[str]:
+    """A few hundred texts of the first readable file; a stand-in of usual length without one."""
+    import pyarrow.parquet as pq
+
+    from surge_beam.transforms.files import filesystem
+    from surge_beam.transforms.guard import UnreadableFileError
+    from surge_beam.transforms.read import first_contact
+
+    for file in files:
+        try:
+            first_contact("verify_row_group", file.url, row_group=0, columns=[column])
+            fs, path = filesystem(file.url)
+            with fs.open(path, "rb") as handle:
+                batches = pq.ParquetFile(handle).iter_batches(count, row_groups=[0], columns=[column])
+                texts = next(batches).column(0).drop_null().cast(pa.string()).to_pylist()
+            if texts:
+                return texts
+        except (UnreadableFileError, pa.ArrowException, OSError, KeyError, StopIteration):
+            continue
+    return [f"row {i}: a text of about the usual length, of a dozen words or so" for i in range(64)]
+
+
+class _Plan(beam.DoFn):
+    def __init__(self, config: EmbedConfig):
+        self._config = config
+
+    def process(
+        self,
+        grouped: tuple[int, Iterable[bytes]],
+        costs: CostModel | None,
+        about: tuple[int, bytes],
+    ) -> Iterator[Any]:
+        store = Store(self._config.output)
+        limits = self._config.limits(costs)
+        planner = Planner(grouped[1], manifest.load(store))
+        for item in planner.plan(limits):
+            if isinstance(item, SplitPartition):
+                yield beam.pvalue.TaggedOutput("splits", (item.fingerprint, pack(item)))
+            else:
+                yield pack(item)
+        planner.tidy(store, self._config.run, prune=self._config.prune)
+        plan = {
+            **json.loads(summary_json(planner.summary)),
+            **dataclasses.asdict(limits),
+            "run": self._config.run,
+            "passed_over": about[0],
+            "tau": costs.tau if costs else None,
+            "c": costs.c if costs else None,
+        }
+        store.put(PLAN, json.dumps(plan, indent=1).encode())
+
+
+def load_worker(config: EmbedConfig) -> Any:
+    """The process's encode worker; the first call in a process loads the model."""
+    from surge_beam.gpu.worker import shared_worker
+
+    return shared_worker(config.encoder, config.model_handler)
+
+
+@dataclasses.dataclass
+class _Read:
+    plan: SuperBatchPlan
+    segments: list[ReadSegment]
+    letters: list[list[DeadLetter]]
+    prepared: Any
+    seconds: float
+
+
+class _Encode(beam.DoFn):
+    """Reads, encodes and commits SuperBatches, overlapped within a bundle."""
+
+    def __init__(self, config: EmbedConfig):
+        self._config = config
+        self._rows = Metrics.counter(NAMESPACE, "rows")
+        self._letters = Metrics.counter(NAMESPACE, "dead_letters")
+        self._partitions = Metrics.counter(NAMESPACE, "partitions")
+        self._tokens = Metrics.counter(NAMESPACE, "tokens")
+        self._padded = Metrics.counter(NAMESPACE, "padding_tokens")
+        self._duplicates = Metrics.counter(NAMESPACE, "duplicate_rows")
+        self._batch_rows = Metrics.distribution(NAMESPACE, "superbatch_rows")
+        self._encode_ms = Metrics.distribution(NAMESPACE, "superbatch_encode_msec")
+
+    def setup(self) -> None:
+        config = self._config
+        self._worker = load_worker(config)
+        store = Store(config.output)
+        self._store = store
+        self._reader = SuperBatchReader(config.read, store)
+        self._committer = Committer(store, config.write, config.run)
+        self._overlap = Overlap(self._read, self._encode, self._commit)
+        self._base_rss = psutil.Process().memory_info().rss
+
+    def start_bundle(self) -> None:
+        self._overlap.reset()
+
+    def process(self, data: bytes) -> Iterator[Any]:
+        for header in self._overlap.push(unpack(data)):
+            yield from self._outputs(header)
+
+    def finish_bundle(self) -> Iterator[WindowedValue]:
+        window = GlobalWindow()
+        for header in self._overlap.drain():
+            for output in self._outputs(header):
+                if isinstance(output, beam.pvalue.TaggedOutput):
+                    value = WindowedValue(output.value, window.max_timestamp(), [window])
+                    yield beam.pvalue.TaggedOutput(output.tag, value)
+                else:
+                    yield WindowedValue(output, window.max_timestamp(), [window])
+
+    def teardown(self) -> None:
+        self._overlap.close()
+        self._reader.close()
+        self._committer.close()
+
+    def _outputs(self, result: tuple[dict, list[str]]) -> Iterator[Any]:
+        header, parts = result
+        self._rows.inc(header["rows"])
+        self._letters.inc(header["dead_letters"])
+        self._partitions.inc(header["partitions"])
+        self._tokens.inc(header["tokens"])
+        self._padded.inc(header["padded_tokens"] - header["tokens"])
+        self._duplicates.inc(header["texts"] - header["unique_texts"])
+        self._batch_rows.update(header["rows"])
+        self._encode_ms.update(int(header["seconds"] * 1000))
+        yield header
+        for fingerprint in parts:
+            yield beam.pvalue.TaggedOutput("parts", (fingerprint, b""))
+
+    def _read(self, plan: SuperBatchPlan) -> _Read:
+        began = time.monotonic()
+        config = self._config.read
+        segments, broken = self._reader.read(plan)
+        for file, reason in broken.items():
+            source = plan.files[file]
+            letter = DeadLetter(
+                stage="read", error="UnreadableRowGroup", message=reason, file=source.url
+            )
+            write_file_letters(self._store, source, dead_letter_table([letter]))
+        letters = [self._null_texts(plan, segment) for segment in segments]
+        texts = pa.chunked_array(
+            [c for s in segments for c in _text_chunks(s.table.column(config.text_column))],
+            pa.string(),
+        )
+        prepared = self._worker.prepare(texts)
+        return _Read(plan, segments, letters, prepared, time.monotonic() - began)
+
+    def _null_texts(self, plan: SuperBatchPlan, read: ReadSegment) -> list[DeadLetter]:
+        """Takes rows without a text out of the segment."""
+        column = read.table.column(self._config.read.text_column)
+        if not column.null_count:
+            return []
+        null = column.is_null().to_numpy()
+        letters = [
+            self._letter(plan, read, row, "read", "NullText", "the text is null", 1)
+            for row in np.flatnonzero(null).tolist()
+        ]
+        read.table, read.origin = read.table.filter(pa.array(~null)), read.origin[~null]
+        return letters
+
+    def _letter(
+        self,
+        plan: SuperBatchPlan,
+        read: ReadSegment,
+        row: int,
+        stage: str,
+        error: str,
+        message: str,
+        attempts: int,
+    ) -> DeadLetter:
+        file, number = read.origin[row].tolist()
+        source = plan.files[file]
+        if self._config.read.fail_on_bad_input:
+            where = "line" if source.format != "parquet" else "row"
+            raise BadInputError(f"{source.url}, {where} {number}: {message}")
+        return DeadLetter(
+            stage=stage,
+            error=error,
+            message=message,
+            file=source.url,
+            row=number,
+            partition=read.segment.folder,
+            record=record_json(read.table, row),
+            attempts=attempts,
+        )
+
+    def _encode(self, read: _Read) -> tuple[_Read, Any]:
+        return read, self._worker.encode(read.prepared)
+
+    def _commit(self, work: tuple[_Read, Any]) -> tuple[dict, list[str]]:
+        read, encoded = work
+        segments, offset = [], 0
+        failed = np.array(sorted(encoded.failures), np.int64)
+        for segment, letters in zip(read.segments, read.letters, strict=True):
+            rows = segment.table.num_rows
+            lo, hi = np.searchsorted(failed, [offset, offset + rows])
+            matrix = encoded.matrix[offset : offset + rows]
+            table = segment.table
+            if hi > lo:
+                letters = list(letters)
+                keep = np.ones(rows, bool)
+                for at in failed[lo:hi].tolist():
+                    error, message, attempts = encoded.failures[at]
+                    row = at - offset
+                    keep[row] = False
+                    letters.append(
+                        self._letter(read.plan, segment, row, "encode", error, message, attempts)
+                    )
+                table, matrix = table.filter(pa.array(keep)), matrix[keep]
+            segments.append(
+                EncodedSegment(segment.segment, table, matrix, letters, segment.unreadable)
+            )
+            offset += rows
+        stats = encoded.stats
+        header = {
+            "superbatch": read.plan.id,
+            "partitions": sum(s.segment.part == 0 for s in segments),
+            "partitions_emptied": sum(
+                not s.table.num_rows and bool(s.letters) and s.segment.parts == 1 for s in segments
+            ),
+            "rows": sum(s.table.num_rows for s in segments),
+            "unreadable": sum(s.unreadable for s in segments),
+            "dead_letters": sum(len(s.letters) for s in segments),
+            "texts": stats.rows,
+            "unique_texts": stats.unique_rows,
+            "cached_texts": stats.cached_rows,
+            "tokens": stats.tokens,
+            "padded_tokens": stats.padded_tokens,
+            "micro_batches": stats.micro_batches,
+            "oom_ceiling": stats.oom_ceiling,
+            "seconds": round(stats.seconds, 6),
+            "read_seconds": round(read.seconds, 6),
+            "ended": time.time(),
+            "device": self._worker.device,
+            "dtype": self._worker.dtype,
+            "dimension": self._worker.dimension,
+            "memory_bound": self._memory_bound(),
+            "peak_memory": _peak_rss(),
+        }
+        self._committer.commit(read.plan.id, segments, header)
+        return header, sorted({s.segment.fingerprint for s in segments if s.segment.parts > 1})
+
+    def _memory_bound(self) -> int:
+        """Bytes: the process as it stood with its model loaded, and what SuperBatches may add."""
+        limits = self._config.limits(None)
+        added = memory_bound(limits, self._worker.dimension) + self._worker.cache_bytes
+        return self._base_rss + added
+
+
+def _peak_rss() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _text_chunks(column: pa.ChunkedArray) -> list[pa.Array]:
+    if column.type != pa.string():
+        column = column.cast(pa.string())
+    return column.chunks
+
+
+class _Publish(beam.DoFn):
+    """Publishes the split partitions all of whose parts are committed."""
+
+    def __init__(self, config: EmbedConfig):
+        self._config = config
+
+    def start_bundle(self) -> None:
+        self._store = Store(self._config.output)
+        self._parts: dict[str, dict[int, dict]] | None = None
+
+    def process(self, joined: tuple[str, tuple[Iterable[bytes], Iterable[bytes]]]) -> None:
+        fingerprint, (splits, _) = joined
+        for data in splits:
+            split = unpack(data)
+            if self._parts is None:
+                self._parts = manifest.parts_under_way(self._store)
+            parts = list(self._parts.get(fingerprint, {}).values())
+            if sum(p["parts"] == split.parts for p in parts) == split.parts == len(parts):
+                publish(self._store, self._config.run, split.folder, fingerprint, parts)

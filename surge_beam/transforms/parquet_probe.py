@@ -1,0 +1,198 @@
+"""What the helper process asks of a Parquet file: its footer, and whether a row group is sound."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fsspec.implementations.local import LocalFileSystem
+
+from surge_beam.transforms.textfiles import (
+    SourceFile,
+    no_tick,
+    parsing,
+    resolve,
+)
+
+_BATCH_ROWS = 8_192
+_BATCH_BYTES = 8 << 20
+_LOCAL_BUFFER = 1 << 20
+_REMOTE_BUFFER = 8 << 20
+
+
+class ParquetProbe:
+    """Answers about Parquet files; keeps the last file open for its next row group."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._file: pq.ParquetFile | None = None
+        self._source: SourceFile | None = None
+
+    def describe_parquet(
+        self,
+        source: str,
+        storage_options: dict[str, Any] | None = None,
+        columns: list[str] | None = None,
+        tick: Callable[[], None] = no_tick,
+    ) -> dict[str, Any]:
+        """The footer.
+
+        Args:
+          source: local path or fsspec URL.
+          storage_options: for its filesystem.
+          columns: the columns whose bytes are counted; None for all, absent ones count nothing.
+          tick: called on every sign of progress.
+
+        Returns:
+          ``num_rows``, ``row_group_rows`` and ``row_group_bytes`` (uncompressed) of every row
+          group, ``schema`` (a serialized Arrow schema) and ``created_by``.
+
+        Raises:
+          UnreadableFileError: not a sound Parquet footer.
+          OSError: the file cannot be opened or fetched.
+        """
+        self.close()
+        with self._open(source, storage_options, tick) as file:
+            footer = file.metadata
+            paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
+            wanted = [i for i, path in enumerate(paths) if _is_within(path, columns)]
+            rows, sizes = [], []
+            for index in range(footer.num_row_groups):
+                group = footer.row_group(index)
+                rows.append(group.num_rows)
+                sizes.append(sum(group.column(i).total_uncompressed_size for i in wanted))
+            # Some writers leave the footer's own total at 0.
+            if min(rows + sizes, default=0) < 0 or footer.num_rows not in (0, sum(rows)):
+                raise ValueError("the footer's row and byte counts contradict each other")
+            return {
+                "num_rows": sum(rows),
+                "row_group_rows": rows,
+                "row_group_bytes": sizes,
+                "schema": file.schema_arrow.serialize().to_pybytes(),
+                "created_by": footer.created_by,
+            }
+
+    def verify_row_group(
+        self,
+        source: str,
+        row_group: int,
+        columns: list[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        tick: Callable[[], None] = no_tick,
+    ) -> int:
+        """Decodes a row group in full, page checksums and UTF-8 included.
+
+        Returns:
+          Its rows.
+
+        Raises:
+          UnreadableFileError: it does not decode, or not to the rows the footer says.
+          OSError: the file cannot be opened or fetched.
+        """
+        with self._open(source, storage_options, tick) as file:
+            return sum(batch.num_rows for batch in _batches(file, row_group, columns, tick))
+
+    def key_runs(
+        self,
+        source: str,
+        row_group: int,
+        columns: list[str],
+        storage_options: dict[str, Any] | None = None,
+        tick: Callable[[], None] = no_tick,
+    ) -> bytes:
+        """Columns of a row group as an Arrow IPC stream, strings dictionary-encoded.
+
+        Raises:
+          UnreadableFileError: they do not decode, or not to the rows the footer says.
+          OSError: the file cannot be opened or fetched.
+        """
+        with self._open(source, storage_options, tick) as file:
+            batches = [
+                pa.RecordBatch.from_arrays([_encoded(batch[name]) for name in columns], columns)
+                for batch in _batches(file, row_group, columns, tick)
+            ]
+            if not batches:
+                fields = [file.schema_arrow.field(name) for name in columns]
+                batches = [pa.RecordBatch.from_pylist([], pa.schema(fields))]
+            table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            return sink.getvalue().to_pybytes()
+
+    def close(self) -> None:
+        """Closes the file that is held open."""
+        if self._file is not None:
+            with contextlib.suppress(Exception):
+                self._file.close(force=True)
+        self._key = self._file = self._source = None
+
+    @contextlib.contextmanager
+    def _open(
+        self, source: str, storage_options: dict[str, Any] | None, tick: Callable[[], None]
+    ) -> Iterator[pq.ParquetFile]:
+        filesystem, path = resolve(source, storage_options)
+        key: tuple[object, ...] = (source, repr(storage_options))
+        local = isinstance(filesystem, LocalFileSystem)
+        if local:
+            stat = os.stat(path)
+            key += (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if key != self._key:
+            self.close()
+            if not local:
+                handle = filesystem.open(path, "rb", cache_type="none")
+                self._source = SourceFile(handle, tick)
+        try:
+            with parsing(source, self._source):
+                if self._file is None:
+                    self._file = pq.ParquetFile(
+                        path if local else self._source,
+                        buffer_size=_LOCAL_BUFFER if local else _REMOTE_BUFFER,
+                        pre_buffer=False,
+                        page_checksum_verification=True,
+                    )
+                    self._key = key
+                yield self._file
+        except BaseException:
+            self.close()
+            raise
+
+
+def _is_within(path: str, columns: list[str] | None) -> bool:
+    return columns is None or any(path == c or path.startswith(c + ".") for c in columns)
+
+
+def _batches(
+    file: pq.ParquetFile, index: int, columns: list[str] | None, tick: Callable[[], None]
+) -> Iterator[pa.RecordBatch]:
+    """Validated batches of some megabytes of one row group.
+
+    Raises:
+      ValueError: a column is missing, or the rows are not as many as the footer says.
+    """
+    names = file.schema_arrow.names
+    for name in columns or ():
+        if names.count(name) != 1:
+            raise ValueError(f"it has {names.count(name)} columns named {name!r}")
+    group = file.metadata.row_group(index)
+    expected, nbytes = group.num_rows, max(1, group.total_byte_size)
+    size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * max(1, expected) // nbytes))
+    rows = 0
+    for batch in file.iter_batches(size, row_groups=[index], columns=columns, use_threads=False):
+        tick()
+        batch.validate(full=True)
+        rows += batch.num_rows
+        if rows > expected:
+            break
+        yield batch
+    if rows != expected:
+        raise ValueError(f"row group {index} does not hold the {expected} rows its footer says")
+
+
+def _encoded(array: pa.Array) -> pa.Array:
+    text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+    return array.dictionary_encode() if text else array

@@ -1,0 +1,212 @@
+"""Partition values, their folder names, and their exact form in file metadata.
+
+A partition is known by its folder below the output. Folder names are hive's ``column=value``,
+percent-encoded so that pyarrow, pandas and DuckDB decode the value, and no value can leave the
+output folder. Hive carries no types, so the exact values travel as JSON under the key
+``surge.partition`` of each file's metadata.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import unicodedata
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from surge_beam.records import SurgeError
+
+NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
+METADATA_KEY = b"surge.partition"
+MAX_NAME_BYTES = 255
+_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.")
+# '~' is never plain, so a cut name (which holds one) equals no other value's name
+_CUT = "~"
+
+
+def _encode_char(char: str) -> str:
+    if char in _PLAIN:
+        return char
+    # letters that normalisation leaves alone stay readable; the rest could collide on some disks
+    if char.isalnum() and ord(char) > 127 and unicodedata.normalize("NFKC", char) == char:
+        return char
+    return "".join(f"%{byte:02X}" for byte in char.encode("utf-8", "surrogateescape"))
+
+
+def encode_name(text: str, budget: int = MAX_NAME_BYTES, *, prefix: str = "") -> str:
+    """``prefix`` and the percent-encoded text, cut between characters with a digest where longer
+    than ``budget`` bytes. The result is never empty with a prefix, never ``.`` or ``..`` alone.
+    """
+    encoded = [_encode_char(c) for c in text]
+    if not prefix and encoded and encoded[0] in ("_", "."):
+        encoded[0] = f"%{ord(text[0]):02X}"
+    name = prefix + "".join(encoded)
+    if len(name.encode()) <= budget:
+        return name
+    tail = _CUT + xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogateescape"))
+    room = budget - len(prefix.encode()) - len(tail)
+    kept, used = [], 0
+    for part in encoded:
+        used += len(part.encode())
+        if used > room:
+            break
+        kept.append(part)
+    return prefix + "".join(kept) + tail
+
+
+def key_folder(names: list[str], values: list[tuple[str, Any]]) -> tuple[str, str]:
+    """Folder and metadata JSON of a partition with key columns.
+
+    Args:
+      names: the key columns.
+      values: their ``(type, value)``: type one of ``key_type``'s, value None, bool, int or str.
+    """
+    folders, exact = [], {}
+    for name, (kind, value) in zip(names, values, strict=True):
+        prefix = encode_name(name, 100) + "="
+        if value is None:
+            folders.append(prefix + NULL_FOLDER)
+        else:
+            text = _text(value)
+            if text == NULL_FOLDER:
+                folders.append(prefix + "%5F" + text[1:])
+            else:
+                folders.append(encode_name(text, prefix=prefix))
+        exact[name] = {"type": kind, "value": value}
+    return "/".join(folders), json.dumps(exact, ensure_ascii=False)
+
+
+def _text(value: Any) -> str:
+    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+
+def file_folder(name: str) -> tuple[str, str]:
+    """Folder and metadata JSON of a partition that is a file, by its path below the root."""
+    folder = "/".join(encode_name(part) for part in name.split("/") if part)
+    exact = {"file": {"type": "string", "value": name.encode("utf-8", "replace").decode()}}
+    return folder, json.dumps(exact, ensure_ascii=False)
+
+
+def hive_values(name: str) -> dict[str, str | None]:
+    """Column and value of each ``column=value`` folder in a file's path below the root."""
+    found: dict[str, str | None] = {}
+    for part in name.split("/")[:-1]:
+        column, equals, value = part.partition("=")
+        if equals and column:
+            found[unquote(column)] = None if value == NULL_FOLDER else unquote(value)
+    return found
+
+
+def key_type(data_type: pa.DataType) -> str:
+    """The name of a key column's type in ``surge.partition``.
+
+    Raises:
+      SurgeError: a type that has no exact text, such as a list or a struct.
+    """
+    t = data_type
+    if pa.types.is_dictionary(t):
+        t = t.value_type
+    if pa.types.is_string(t) or pa.types.is_large_string(t) or pa.types.is_string_view(t):
+        return "string"
+    if pa.types.is_boolean(t):
+        return "boolean"
+    if pa.types.is_integer(t):
+        return "integer"
+    if pa.types.is_date(t):
+        return "date"
+    if pa.types.is_timestamp(t):
+        return "timestamp"
+    if pa.types.is_decimal(t):
+        return "decimal"
+    if pa.types.is_floating(t):
+        return "float"
+    if pa.types.is_null(t):
+        return "null"
+    raise SurgeError(f"type {data_type} cannot be a partition key")
+
+
+def _exact(scalar: pa.Scalar, kind: str) -> Any:
+    if not scalar.is_valid:
+        return None
+    if kind in ("string", "integer", "boolean"):
+        return scalar.as_py()
+    if kind == "timestamp":
+        return _timestamp(scalar)
+    value = scalar.as_py()
+    if isinstance(value, decimal.Decimal):
+        return format(value, "f")
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    return repr(value)
+
+
+def _timestamp(scalar: pa.Scalar) -> str:
+    unit = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[scalar.type.unit]
+    seconds, fraction = divmod(scalar.value, unit)
+    zone = "Z" if scalar.type.tz else ""
+    try:
+        text = str(datetime.datetime(1970, 1, 1) + datetime.timedelta(seconds=seconds))
+    except OverflowError:
+        return f"{scalar.value}{scalar.type.unit}{zone}"
+    digits = len(str(unit)) - 1
+    return text + (f".{fraction:0{digits}d}".rstrip("0") if fraction else "") + zone
+
+
+class KeyRuns:
+    """Finds runs of equal key values in the rows of one file, a table of key columns at a time."""
+
+    def __init__(self, names: list[str]):
+        self._names = names
+        self._known: dict[tuple[tuple[str, Any], ...], tuple[str, str]] = {}
+
+    def runs(self, table: pa.Table) -> tuple[list[tuple[str, str]], np.ndarray, np.ndarray]:
+        """Runs of equal neighbours.
+
+        Args:
+          table: the key columns, at least one row.
+
+        Returns:
+          ``(folder, metadata JSON)`` of each distinct partition here; int64 [R], the index into
+          those of each run; int64 [R], the first row of each run.
+
+        Raises:
+          SurgeError: a key column of a type that cannot be a key.
+        """
+        rows = table.num_rows
+        code = np.zeros(rows, np.int64)
+        columns: list[tuple[str, pa.Array]] = []
+        for name in self._names:
+            column = table.column(name).combine_chunks()
+            kind = key_type(column.type)
+            if pa.types.is_null(column.type):
+                columns.append((kind, column[:1]))
+                code = code * 1
+                continue
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            encoded = column.dictionary_encode(null_encoding="encode")
+            values = encoded.dictionary
+            size = len(values)
+            code = code * size + encoded.indices.to_numpy(zero_copy_only=False)
+            # keep the product of dictionaries small enough for an int64
+            code = np.unique(code, return_inverse=True)[1] if len(self._names) > 1 else code
+            columns.append((kind, column))
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(code)) + 1]) if rows else np.zeros(0)
+        starts = starts.astype(np.int64)
+        distinct, first, which = np.unique(code[starts], return_index=True, return_inverse=True)
+        partitions = []
+        for row in starts[first].tolist():
+            values = tuple(
+                (kind, _exact(column[row if len(column) > 1 else 0], kind))
+                for kind, column in columns
+            )
+            known = self._known.get(values)
+            if known is None:
+                known = self._known[values] = key_folder(self._names, list(values))
+            partitions.append(known)
+        return partitions, which.astype(np.int64), starts

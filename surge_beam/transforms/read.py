@@ -1,0 +1,536 @@
+"""Reading: from an input's files to runs of partition rows, and from a plan to its rows.
+
+Scanning opens footers and key columns, never whole files, and tells which rows of which file
+belong to which partition. Reading takes a SuperBatchPlan and yields Arrow columns. Text and
+compressed files are first staged: converted once to Parquet below ``_surge/staging``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from surge_beam.records import (
+    BadInputError,
+    DeadLetter,
+    Segment,
+    SourceFile,
+    SuperBatchPlan,
+    SurgeError,
+    dead_letter_table,
+    pack,
+    unpack,
+)
+from surge_beam.transforms.files import InputFile, Store, digest, filesystem
+from surge_beam.transforms.guard import GuardError, UnreadableFileError, shared_guard
+from surge_beam.transforms.partitions import KeyRuns, file_folder, hive_values, key_folder
+
+ROW_COLUMN = "__surge_row"
+STAGING = "_surge/staging"
+SCANS = "_surge/scans"
+FILE_LETTERS = "_surge/dead_letters/files"
+MAX_RUNS_PER_ELEMENT = 50_000
+BATCH_ROWS = 4096
+ATTEMPTS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadConfig:
+    """What to read from each file.
+
+    Attributes:
+      text_column: the column to embed.
+      partition_by: key columns; empty means hive folders, else one partition a file.
+      keep_columns: columns to carry to the output; None means all.
+      added_columns: names the output adds, which no input column may have.
+      fail_on_bad_input: raise BadInputError instead of writing a dead letter.
+    """
+
+    text_column: str = "text"
+    partition_by: tuple[str, ...] = ()
+    keep_columns: tuple[str, ...] | None = None
+    added_columns: tuple[str, ...] = ("embedding",)
+    fail_on_bad_input: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRuns:
+    """Runs of partition rows in one file, or in a stretch of it.
+
+    Attributes:
+      source: the file.
+      partitions: ``(folder, values)`` of each distinct partition.
+      which: int64 [R], the partition of each run.
+      start, rows, nbytes: int64 [R], first row, rows and estimated bytes of each run.
+      failed: the file gave no rows; its dead letter is written.
+      dead_letters: file-level dead letters (a whole file, or lines of a text file).
+    """
+
+    source: SourceFile
+    partitions: list[tuple[str, str]]
+    which: np.ndarray
+    start: np.ndarray
+    rows: np.ndarray
+    nbytes: np.ndarray
+    failed: bool = False
+    dead_letters: int = 0
+
+
+def first_contact(name: str, source: str, **kwargs: Any) -> Any:
+    """Calls the helper process, which meets every file first, and tries again what may pass.
+
+    Raises:
+      UnreadableFileError: the file is bad, is gone or may not be read.
+      OSError: its file system fails, so that trying later may help.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return shared_guard().call(name, source=source, **kwargs)
+        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            raise UnreadableFileError(source, error.strerror or str(error)) from error
+        except (OSError, GuardError):
+            if attempt == ATTEMPTS - 1:
+                raise
+            time.sleep(2**attempt)
+    raise AssertionError("unreachable")
+
+
+def source_of(file: InputFile) -> SourceFile:
+    format_ = file.format or "parquet"
+    return SourceFile(file.url, file.name, file.key, file.fingerprint, format_, file.compression)
+
+
+def staged_name(source: SourceFile) -> str:
+    return f"{STAGING}/{source.fingerprint}.parquet"
+
+
+class Scanner:
+    """Scans files of one input: what the worker that plans needs to know of each."""
+
+    def __init__(self, config: ReadConfig, store: Store):
+        self.config = config
+        self.store = store
+        self._scan_key = digest(
+            config.text_column, config.partition_by, config.keep_columns, config.added_columns
+        )
+
+    def scan(self, file: InputFile) -> Iterator[bytes]:
+        """Packed ``FileRuns`` of a file; of one that cannot be read, a single failed one.
+
+        Raises:
+          BadInputError: a bad file, under ``fail_on_bad_input``.
+        """
+        source = source_of(file)
+        if source.staged:
+            cached = self.store.get_or_none(self._cache_name(source))
+            if cached is not None and not self.config.fail_on_bad_input:
+                yield from unpack(cached)
+                return
+        try:
+            found = list(self._scan(source))
+        except (UnreadableFileError, SurgeError) as error:
+            if isinstance(error, BadInputError):
+                raise
+            self._letter(source, error)
+            empty = np.zeros(0, np.int64)
+            yield pack(FileRuns(source, [], empty, empty, empty, empty, failed=True, dead_letters=1))
+            return
+        packed = [pack(part) for runs in found for part in _stretches(runs)]
+        if source.staged:
+            self.store.put(self._cache_name(source), pack(packed))
+        yield from packed
+
+    def _cache_name(self, source: SourceFile) -> str:
+        return f"{SCANS}/{source.fingerprint}-{self._scan_key}"
+
+    def _letter(self, source: SourceFile, error: Exception) -> None:
+        if self.config.fail_on_bad_input:
+            raise BadInputError(f"{source.url}: {error}") from error
+        letter = DeadLetter(
+            stage="read", error=type(error).__name__, message=str(error), file=source.url
+        )
+        write_file_letters(self.store, source, dead_letter_table([letter]))
+
+    def _scan(self, source: SourceFile) -> Iterator[FileRuns]:
+        url, bad = source.url, 0
+        if source.staged:
+            url, bad = stage(self.store, source, self.config)
+        columns = list(self.config.keep_columns or ()) or None
+        about = first_contact("describe_parquet", url, columns=columns)
+        schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
+        hive = hive_values(source.name)
+        check_schema(schema, hive, self.config)
+        group_rows = np.array(about["row_group_rows"], np.int64)
+        group_bytes = np.array(about["row_group_bytes"], np.int64)
+        if self.config.partition_by:
+            yield from self._key_runs(source, url, schema, hive, group_rows, group_bytes, bad)
+            return
+        if hive:
+            folder = key_folder(list(hive), [("string", v) for v in hive.values()])
+        else:
+            folder = file_folder(source.name)
+        rows, nbytes = int(group_rows.sum()), int(group_bytes.sum())
+        one = np.array([0], np.int64)
+        yield FileRuns(
+            source, [folder], one, one, np.array([rows]), np.array([nbytes]), dead_letters=bad
+        )
+
+    def _key_runs(
+        self,
+        source: SourceFile,
+        url: str,
+        schema: pa.Schema,
+        hive: dict[str, str | None],
+        group_rows: np.ndarray,
+        group_bytes: np.ndarray,
+        bad: int,
+    ) -> Iterator[FileRuns]:
+        names = list(self.config.partition_by)
+        in_file = [n for n in names if n not in hive]
+        finder = KeyRuns(names)
+        first = 0
+        for group, (rows, nbytes) in enumerate(zip(group_rows, group_bytes, strict=True)):
+            if not rows:
+                continue
+            if in_file:
+                data = first_contact("key_runs", url, row_group=group, columns=in_file)
+                table = pa.ipc.open_stream(data).read_all()
+                if table.num_rows != rows:
+                    raise SurgeError(
+                        f"row group {group} holds {table.num_rows} rows, its footer says {rows}"
+                    )
+            else:
+                table = pa.table({"": pa.nulls(rows)})
+            for name in names:
+                if name in hive:
+                    constant = pa.scalar(hive[name], pa.string())
+                    table = table.append_column(name, pa.repeat(constant, int(rows)))
+            partitions, which, starts = finder.runs(table.select(names))
+            counts = np.diff(np.append(starts, rows))
+            sizes = counts * int(nbytes) // int(rows)
+            yield FileRuns(
+                source, partitions, which, starts + first, counts, sizes, dead_letters=bad
+            )
+            bad = 0
+            first += int(rows)
+        if not first:
+            empty = np.zeros(0, np.int64)
+            yield FileRuns(source, [], empty, empty, empty, empty, dead_letters=bad)
+
+
+def _stretches(runs: FileRuns) -> Iterator[FileRuns]:
+    """Cuts the runs of a file into elements of a size that every runner can pass on."""
+    if len(runs.which) <= MAX_RUNS_PER_ELEMENT:
+        yield runs
+        return
+    for at in range(0, len(runs.which), MAX_RUNS_PER_ELEMENT):
+        to = slice(at, at + MAX_RUNS_PER_ELEMENT)
+        used, which = np.unique(runs.which[to], return_inverse=True)
+        yield FileRuns(
+            runs.source,
+            [runs.partitions[i] for i in used.tolist()],
+            which.astype(np.int64),
+            runs.start[to],
+            runs.rows[to],
+            runs.nbytes[to],
+            dead_letters=runs.dead_letters if at == 0 else 0,
+        )
+
+
+def write_file_letters(store: Store, source: SourceFile, table: pa.Table) -> None:
+    """Dead letters of one version of one file; writing them again changes nothing."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    store.put(f"{FILE_LETTERS}/{source.key}-{source.fingerprint}.parquet", sink.getvalue())
+
+
+def stage(store: Store, source: SourceFile, config: ReadConfig) -> tuple[str, int]:
+    """Converts a text or compressed file to Parquet, and its bad lines to dead letters.
+
+    Returns:
+      URL of the copy, number of bad lines.
+    """
+    name = staged_name(source)
+    url = store.fs.unstrip_protocol(store.path(name)) if not store.local else store.path(name)
+    if store.local:
+        store._make(store.path(STAGING))
+    result = first_contact(
+        "stage_text",
+        source.url,
+        destination=url,
+        format=source.format,
+        compression=source.compression,
+        text_column=config.text_column,
+        key_columns=config.partition_by,
+    )
+    bad = int(result["bad_rows"])
+    if bad:
+        fs, path = filesystem(url + ".bad")
+        with fs.open(path, "rb") as file:
+            letters = pq.read_table(file)
+        fs.rm_file(path)
+        if config.fail_on_bad_input:
+            first = letters.slice(0, 1).to_pylist()[0]
+            raise BadInputError(f"{source.url}, line {first['row']}: {first['message']}")
+        write_file_letters(store, source, letters)
+    return url, bad
+
+
+def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadConfig) -> None:
+    """Raises SurgeError where a file lacks a column that the job needs, or has it twice."""
+    names = schema.names
+    if config.text_column not in names:
+        raise SurgeError(
+            f"no column {config.text_column!r}; the file has {', '.join(map(repr, names[:20]))}"
+        )
+    for name in config.partition_by:
+        if name not in names and name not in hive:
+            raise SurgeError(f"no key column {name!r} in the file or its folder names")
+    for name in config.keep_columns or ():
+        if name not in names and name not in hive:
+            raise SurgeError(f"no column {name!r}, which keep_columns asks for")
+    if len(set(names)) != len(names):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise SurgeError(f"column {twice[0]!r} occurs more than once")
+    for name in config.added_columns:
+        if name in names and (config.keep_columns is None or name in config.keep_columns):
+            raise SurgeError(
+                f"column {name!r} is the output's own; leave it out with keep_columns"
+            )
+    kind = schema.field(config.text_column).type
+    if not is_text(kind) and not pa.types.is_null(kind):
+        raise SurgeError(f"column {config.text_column!r} holds {kind}, not text")
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
+
+
+@dataclasses.dataclass
+class ReadSegment:
+    """The rows of a segment as read.
+
+    Attributes:
+      segment: its plan.
+      table: the columns, ``rows`` of them; the text column is among them.
+      origin: int64 [rows, 2]: the file's index in the plan and the row's number there (from 0 in
+        Parquet, the line from 1 in text).
+      unreadable: rows planned that lie in row groups which cannot be decoded.
+    """
+
+    segment: Segment
+    table: pa.Table
+    origin: np.ndarray
+    unreadable: int = 0
+
+
+class _Cursor:
+    """Reads ascending row ranges of one Parquet file, going on from where it stands."""
+
+    def __init__(self, url: str, columns: list[str]):
+        fs, path = filesystem(url)
+        self._file = fs.open(path, "rb")
+        self._parquet = pq.ParquetFile(self._file)
+        counts = [
+            self._parquet.metadata.row_group(g).num_rows
+            for g in range(self._parquet.num_row_groups)
+        ]
+        self.edges = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        self._columns = columns
+        self._url = url
+        self._verified: dict[int, str | None] = {}
+        self._group = -1
+        self._at = 0
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._batch: pa.RecordBatch | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return self._parquet.schema_arrow.names
+
+    def close(self) -> None:
+        self._batches, self._batch = iter(()), None
+        self._parquet.close()
+        self._file.close()
+
+    def unsound(self, group: int) -> str | None:
+        """Why a row group cannot be decoded whole, or None where it can."""
+        if group not in self._verified:
+            try:
+                first_contact("verify_row_group", self._url, row_group=group, columns=self._columns)
+                self._verified[group] = None
+            except UnreadableFileError as error:
+                self._verified[group] = str(error)
+        return self._verified[group]
+
+    def read(self, group: int, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Rows ``[start, stop)`` of the file, all within one row group."""
+        if group != self._group or start < self._at:
+            self._group, self._at = group, int(self.edges[group])
+            self._batch = None
+            self._batches = self._parquet.iter_batches(
+                batch_size=BATCH_ROWS,
+                row_groups=[group],
+                columns=self._columns,
+                use_threads=False,
+            )
+        while start < stop:
+            if self._batch is None or start >= self._at + self._batch.num_rows:
+                self._at += self._batch.num_rows if self._batch is not None else 0
+                self._batch = next(self._batches)
+                continue
+            offset = start - self._at
+            count = min(stop - start, self._batch.num_rows - offset)
+            piece = self._batch.slice(offset, count)
+            # a thin slice would keep its whole batch alive
+            thin = count < self._batch.num_rows // 2
+            yield piece.take(pa.array(np.arange(count))) if thin else piece
+            start += count
+
+
+class SuperBatchReader:
+    """Reads the rows of plans. One per process; keeps a few files open between SuperBatches."""
+
+    OPEN_FILES = 4
+
+    def __init__(self, config: ReadConfig, store: Store):
+        self._config = config
+        self._store = store
+        self._cursors: dict[str, _Cursor] = {}
+
+    def read(self, plan: SuperBatchPlan) -> tuple[list[ReadSegment], dict[int, str]]:
+        """The plan's segments in order, and why a file's row groups could not be read, by file.
+
+        Raises:
+          BadInputError: a row group that cannot be decoded, under ``fail_on_bad_input``.
+        """
+        wanted: dict[int, list[tuple[int, int, int]]] = {}
+        for index, segment in enumerate(plan.segments):
+            for slice_ in segment.slices:
+                wanted.setdefault(slice_.file, []).append((slice_.start, slice_.rows, index))
+        pieces: list[list[tuple[int, int, pa.RecordBatch]]] = [[] for _ in plan.segments]
+        unreadable = [0] * len(plan.segments)
+        broken: dict[int, str] = {}
+        for file, ranges in sorted(wanted.items()):
+            cursor = self._cursor(plan.files[file])
+            for start, rows, index in sorted(ranges):
+                for group, lo, hi in _by_group(cursor.edges, start, start + rows):
+                    reason = cursor.unsound(group)
+                    if reason is not None:
+                        if self._config.fail_on_bad_input:
+                            raise BadInputError(f"{plan.files[file].url}: {reason}")
+                        broken[file] = reason
+                        unreadable[index] += hi - lo
+                        continue
+                    at = lo
+                    for batch in cursor.read(group, lo, hi):
+                        pieces[index].append((file, at, batch))
+                        at += batch.num_rows
+        segments = []
+        for index, segment in enumerate(plan.segments):
+            table, origin = self._assemble(plan, segment, pieces[index])
+            segments.append(ReadSegment(segment, table, origin, unreadable[index]))
+        return segments, broken
+
+    def close(self) -> None:
+        while self._cursors:
+            self._cursors.popitem()[1].close()
+
+    def _cursor(self, source: SourceFile) -> _Cursor:
+        known = self._cursors.pop(source.fingerprint, None)
+        if known is None:
+            url = source.url
+            if source.staged:
+                name = staged_name(source)
+                if not self._store.exists(name):
+                    stage(self._store, source, self._config)
+                url = self._store.path(name)
+                if not self._store.local:
+                    url = self._store.fs.unstrip_protocol(url)
+            known = _Cursor(url, self._columns(source, url))
+        self._cursors[source.fingerprint] = known
+        while len(self._cursors) > self.OPEN_FILES:
+            self._cursors.pop(next(iter(self._cursors))).close()
+        return known
+
+    def _columns(self, source: SourceFile, url: str) -> list[str]:
+        about = first_contact("describe_parquet", url, columns=None)
+        schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
+        config, hive = self._config, hive_values(source.name)
+        keep = schema.names if config.keep_columns is None else list(config.keep_columns)
+        keys = set(config.partition_by or hive)
+        wanted = [n for n in keep if n in schema.names and n not in keys and n != ROW_COLUMN]
+        if config.text_column not in wanted:
+            wanted.append(config.text_column)
+        if source.staged and ROW_COLUMN in schema.names:
+            wanted.append(ROW_COLUMN)
+        return wanted
+
+    def _assemble(
+        self, plan: SuperBatchPlan, segment: Segment, pieces: list[tuple[int, int, pa.RecordBatch]]
+    ) -> tuple[pa.Table, np.ndarray]:
+        # input order: files by name, which is the order of the plan's list, then rows
+        pieces.sort(key=lambda piece: piece[:2])
+        tables, origins = [], []
+        hive_kept = not segment.folder or bool(self._config.partition_by)
+        for file, at, batch in pieces:
+            rows = np.arange(at, at + batch.num_rows, dtype=np.int64)
+            if ROW_COLUMN in batch.schema.names:
+                rows = batch.column(ROW_COLUMN).to_numpy(zero_copy_only=False)
+                batch = batch.drop_columns([ROW_COLUMN])
+            origins.append(np.stack([np.full(len(rows), file, np.int64), rows], axis=1))
+            table = pa.Table.from_batches([batch.replace_schema_metadata(None)])
+            if hive_kept:
+                table = self._with_hive(table, plan.files[file])
+            tables.append(table)
+        if not tables:
+            return pa.table({self._config.text_column: pa.array([], pa.string())}), np.zeros(
+                (0, 2), np.int64
+            )
+        try:
+            table = pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowInvalid as error:
+            raise SurgeError(f"partition {segment.folder}: its files disagree: {error}") from error
+        except pa.ArrowTypeError as error:
+            raise SurgeError(f"partition {segment.folder}: its files disagree: {error}") from error
+        return table, np.concatenate(origins)
+
+    def _with_hive(self, table: pa.Table, source: SourceFile) -> pa.Table:
+        """Adds the folder values that are not key columns, since they would be lost otherwise."""
+        config = self._config
+        for name, value in hive_values(source.name).items():
+            kept = config.keep_columns is None or name in config.keep_columns
+            if kept and name not in config.partition_by and name not in table.column_names:
+                constant = pa.repeat(pa.scalar(value, pa.string()), table.num_rows)
+                table = table.append_column(name, constant)
+        return table
+
+
+def _by_group(edges: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts a row range at the edges of row groups."""
+    if stop > edges[-1]:
+        raise SurgeError(f"rows up to {stop} are planned, the file now has {edges[-1]}")
+    group = int(np.searchsorted(edges, start, side="right")) - 1
+    while start < stop:
+        end = min(stop, int(edges[group + 1]))
+        if end > start:
+            yield group, start, end
+        start, group = end, group + 1
+
+
+def record_json(table: pa.Table, row: int) -> str:
+    """A row as JSON, for a dead letter; what JSON lacks becomes text."""
+    record = table.slice(row, 1).to_pylist()[0]
+    return json.dumps(record, ensure_ascii=False, default=str)

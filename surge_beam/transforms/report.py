@@ -1,0 +1,132 @@
+"""The report of a run: ``_surge/report.json``, from the plan and the manifest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from surge_beam.policy.costs import CostModel, fit
+from surge_beam.records import SurgeError
+from surge_beam.transforms import manifest
+from surge_beam.transforms.files import Store
+from surge_beam.transforms.read import FILE_LETTERS
+from surge_beam.transforms.write import read_json
+
+REPORT = "_surge/report.json"
+
+
+def build_report(store: Store, run: str, plan_name: str, began: float, ended: float) -> dict:
+    """Everything the report says.
+
+    ``rows_in``, ``rows_out`` and ``dead_letters`` speak of the whole input as the output now holds
+    it; ``rows_encoded`` and what follows of this run alone.
+
+    Args:
+      began, ended: seconds since the epoch.
+
+    Raises:
+      SurgeError: rows in are not rows out and dead letters: rows were lost.
+    """
+    plan = read_json(store, plan_name) or {}
+    headers = [h for h, _ in manifest.entries(store, run=run) if "superbatch" in h]
+    committed = manifest.load(store)
+    letters = int(committed.table["letters"].sum()) - plan["letters_stale"] + file_letters(store)
+    rows_out = int(committed.table["rows"].sum()) - plan["rows_stale"]
+    unreadable = _unreadable(store, plan)
+    rows_in = plan["rows"] - unreadable + file_letters(store)
+    if rows_in != rows_out + letters:
+        raise SurgeError(
+            f"{rows_in} rows came in, {rows_out} went out and {letters} are dead letters;"
+            f" the sums differ, see {store.url}/_surge/manifest"
+        )
+    emptied = sum(h["partitions_emptied"] for h in headers)
+    seconds = ended - began
+    report: dict[str, Any] = {
+        "run": run,
+        "partitions_encoded": plan["partitions_planned"] - emptied,
+        "partitions_skipped": plan["partitions_skipped"] - plan["partitions_emptied"],
+        "partitions_failed": plan["files_failed"] + emptied + plan["partitions_emptied"],
+        "partitions_stale": plan["partitions_stale"],
+        "partitions_pruned": plan["partitions_pruned"],
+        "rows_in": rows_in,
+        "rows_out": rows_out,
+        "dead_letters": letters,
+        "files": plan["files"],
+        "files_failed": plan["files_failed"],
+        "files_passed_over": plan["passed_over"],
+        "rows_encoded": sum(h["rows"] for h in headers),
+        "superbatches": len(headers),
+        "tokens": sum(h["tokens"] for h in headers),
+        "padding_share": _share(
+            sum(h["padded_tokens"] - h["tokens"] for h in headers),
+            sum(h["padded_tokens"] for h in headers),
+        ),
+        "duplicates_saved": sum(h["texts"] - h["unique_texts"] for h in headers),
+        "cached_texts": sum(h["cached_texts"] for h in headers),
+        "texts_per_second": _share(sum(h["rows"] for h in headers), seconds),
+        "seconds": round(seconds, 3),
+        "encode_seconds": round(sum(h["seconds"] for h in headers), 3),
+        "seconds_to_first_output": (
+            round(min(h["ended"] for h in headers) - began, 3) if headers else None
+        ),
+        "peak_memory": max((h["peak_memory"] for h in headers), default=None),
+        "memory_bound": max((h["memory_bound"] for h in headers), default=None),
+        "min_rows": plan["min_rows"],
+        "max_rows": plan["max_rows"],
+        "max_bytes": plan["max_bytes"],
+        "largest_partition": plan["largest_partition"],
+        "device": headers[0]["device"] if headers else None,
+        "dtype": headers[0]["dtype"] if headers else None,
+        "dimension": headers[0]["dimension"] if headers else None,
+    }
+    report.update(_costs(plan, headers))
+    return report
+
+
+def file_letters(store: Store) -> int:
+    """Dead letters that belong to a file rather than to a partition."""
+    total = 0
+    for name in store.names(FILE_LETTERS):
+        with store.fs.open(store.path(f"{FILE_LETTERS}/{name}"), "rb") as file:
+            total += pq.read_metadata(file).num_rows
+    return total
+
+
+def _unreadable(store: Store, plan: dict[str, Any]) -> int:
+    """Rows of the current input that lie in row groups which cannot be decoded."""
+    newest: dict[str, int] = {}
+    for _, lines in manifest.entries(store):
+        for line in lines:
+            key = line["partition"] + (f"#{line['part']}" if "part" in line else "")
+            if line.get("unreadable"):
+                newest[key] = line["unreadable"]
+            elif "part_key" not in line:
+                newest.pop(key, None)
+    return sum(newest.values())
+
+
+def _costs(plan: dict[str, Any], headers: list[dict]) -> dict[str, Any]:
+    """tau and c, and what they predicted of this run against what it took."""
+    texts = [h["texts"] - (h["texts"] - h["unique_texts"]) - h["cached_texts"] for h in headers]
+    seconds = [h["seconds"] for h in headers]
+    usable = [(t, s) for t, s in zip(texts, seconds, strict=True) if t > 0 and s > 0]
+    model = CostModel(plan["tau"], plan["c"]) if plan.get("tau") is not None else None
+    if model is None and len({t for t, _ in usable}) >= 5:
+        model = fit([1] * len(usable), [t for t, _ in usable], [s for _, s in usable])
+    return {
+        "tau_seconds_per_call": model.tau if model else None,
+        "c_seconds_per_text": model.c if model else None,
+        "predicted_seconds": round(model.seconds(len(usable), sum(texts)), 3) if model else None,
+        "measured_seconds": round(float(np.sum(seconds)), 3),
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 6) if whole else 0.0
+
+
+def write_report(store: Store, report: dict[str, Any]) -> None:
+    store.put(REPORT, json.dumps(report, indent=1).encode())

@@ -1,0 +1,232 @@
+"""Writing partitions and committing them.
+
+Every file is written whole under its final name or not at all; the manifest entry of a SuperBatch
+follows when all of its files are durable. A partition that is split over SuperBatches gathers its
+parts below ``_surge/pending`` and is published when the last one is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from surge_beam.records import DeadLetter, Segment, SurgeError, dead_letter_table
+from surge_beam.transforms import manifest
+from surge_beam.transforms.files import Store, digest
+from surge_beam.transforms.partitions import METADATA_KEY
+
+ROW_LETTERS = "_surge/dead_letters/rows"
+PENDING = "_surge/pending"
+WRITERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteConfig:
+    """What a partition file holds: the kept columns, and the embedding's name and type."""
+
+    columns: tuple[str, ...] | None = None
+    drop: tuple[str, ...] = ()
+    vector_column: str = "embedding"
+    vector_type: str = "float32"
+
+
+def vectors_to_arrow(matrix: np.ndarray) -> pa.FixedSizeListArray:
+    """A C-contiguous matrix [n, d] as ``fixed_size_list<float>[d]``, sharing its memory.
+
+    Raises:
+      ValueError: the matrix is not contiguous, so that sharing is impossible.
+    """
+    if not matrix.flags.c_contiguous:
+        raise ValueError("a matrix that is not C-contiguous cannot be shared with Arrow")
+    flat = pa.array(matrix.reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
+
+
+def parquet_bytes(table: pa.Table, vector_column: str) -> pa.Buffer:
+    """A table as a Parquet file in memory; vectors are neither compressed nor dictionary-coded."""
+    plain = [n for n in table.column_names if n != vector_column]
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        compression={n: "NONE" if n == vector_column else "ZSTD" for n in table.column_names},
+        use_dictionary=plain,
+        write_statistics=plain,
+    )
+    return sink.getvalue()
+
+
+@dataclasses.dataclass
+class EncodedSegment:
+    """A segment ready to be written: rows in order, their vectors, and what could not be done."""
+
+    segment: Segment
+    table: pa.Table
+    matrix: np.ndarray
+    letters: list[DeadLetter]
+    unreadable: int = 0
+
+
+class Committer:
+    """Writes encoded segments and commits them as one manifest entry."""
+
+    def __init__(self, store: Store, config: WriteConfig, run: str):
+        self.store = store
+        self.config = config
+        self.run = run
+        self._pool = ThreadPoolExecutor(WRITERS, "surge-write")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+    def commit(self, name: str, segments: list[EncodedSegment], header: dict[str, Any]) -> None:
+        """Writes every segment, then the manifest entry.
+
+        Raises:
+          SurgeError: the rows of a segment do not add up.
+          OSError: the output cannot be written; nothing of the SuperBatch is committed then.
+        """
+        lines = list(self._pool.map(self._write, segments))
+        manifest.write(self.store, self.run, name, header, lines)
+
+    def _write(self, encoded: EncodedSegment) -> dict[str, Any]:
+        segment, rows = encoded.segment, encoded.table.num_rows
+        accounted = rows + len(encoded.letters) + encoded.unreadable
+        if accounted != segment.rows or rows != len(encoded.matrix):
+            raise SurgeError(
+                f"partition {segment.folder}: {segment.rows} rows planned, but {rows} rows,"
+                f" {len(encoded.matrix)} vectors, {len(encoded.letters)} dead letters and"
+                f" {encoded.unreadable} unreadable rows came of it"
+            )
+        split = segment.parts > 1
+        folder = f"{PENDING}/{segment.fingerprint}" if split else segment.folder
+        files = []
+        if rows:
+            table = encoded.table
+            keep = self.config.columns or tuple(table.column_names)
+            table = table.select(
+                [n for n in keep if n in table.column_names and n not in self.config.drop]
+            )
+            table = table.append_column(
+                pa.field(
+                    self.config.vector_column,
+                    pa.list_(_vector_type(self.config), encoded.matrix.shape[1]),
+                ),
+                self._vectors(encoded.matrix),
+            )
+            table = table.replace_schema_metadata({METADATA_KEY: segment.values.encode()})
+            files.append(self._put(f"{folder}/{part_name(segment.part)}", table, rows))
+        self._letters(encoded)
+        line: dict[str, Any] = {
+            "partition": segment.folder,
+            "fingerprint": segment.fingerprint,
+            "rows": rows,
+            "dead_letters": len(encoded.letters),
+            "files": files,
+        }
+        if encoded.unreadable:
+            line["unreadable"] = encoded.unreadable
+        if split:
+            key = manifest.part_key(segment.fingerprint, segment.part, segment.parts)
+            return {**line, "part_key": key.hex(), "part": segment.part, "parts": segment.parts}
+        if self.store.local or segment.replaces:
+            sweep(self.store, segment.folder, {f["path"] for f in files}, encoded.letters != [])
+        return line
+
+    def _vectors(self, matrix: np.ndarray) -> pa.FixedSizeListArray:
+        kind = np.float16 if self.config.vector_type == "float16" else np.float32
+        return vectors_to_arrow(np.ascontiguousarray(matrix, kind))
+
+    def _put(self, name: str, table: pa.Table, rows: int) -> dict[str, Any]:
+        data = parquet_bytes(table, self.config.vector_column)
+        self.store.put(name, data)
+        return {
+            "path": name,
+            "rows": rows,
+            "bytes": data.size,
+            "checksum": xxhash.xxh3_64_hexdigest(data),
+        }
+
+    def _letters(self, encoded: EncodedSegment) -> None:
+        if encoded.letters:
+            sink = pa.BufferOutputStream()
+            pq.write_table(dead_letter_table(encoded.letters), sink)
+            folder = letters_folder(encoded.segment.folder)
+            self.store.put(f"{folder}/{part_name(encoded.segment.part)}", sink.getvalue())
+
+
+def sweep(store: Store, folder: str, files: set[str], letters: bool, parts: int = 1) -> None:
+    """Removes what an earlier state of a partition left beside its new files.
+
+    Args:
+      files: the partition's files now.
+      letters: whether parts below ``parts`` may have dead letters now.
+      parts: in how many parts the partition was encoded.
+    """
+    for name in store.names(folder):
+        if f"{folder}/{name}" not in files and is_part(name):
+            store.remove(f"{folder}/{name}")
+    if not files:
+        store.remove_empty_folders(folder)
+    of_letters = letters_folder(folder)
+    for name in store.names(of_letters):
+        if not letters or name >= part_name(parts):
+            store.remove(f"{of_letters}/{name}")
+    store.remove_empty_folders(of_letters)
+
+
+def publish(store: Store, run: str, folder: str, fingerprint: str, parts: list[dict]) -> None:
+    """Moves the parts of a split partition to their names and commits the partition.
+
+    Args:
+      parts: the manifest lines of all its parts. A part that was moved before a crash counts.
+    """
+    files = []
+    for line in sorted(parts, key=lambda x: x["part"]):
+        for file in line["files"]:
+            name = f"{folder}/{part_name(line['part'])}"
+            if store.exists(file["path"]):
+                store.move(file["path"], name)
+            elif xxhash.xxh3_64_hexdigest(store.get_or_none(name) or b"") != file["checksum"]:
+                raise SurgeError(f"{file['path']} is gone; run again with --overwrite")
+            files.append({**file, "path": name})
+    letters = any(p["dead_letters"] for p in parts)
+    sweep(store, folder, {f["path"] for f in files}, letters, len(parts))
+    line = {
+        "partition": folder,
+        "fingerprint": fingerprint,
+        "rows": sum(p["rows"] for p in parts),
+        "dead_letters": sum(p["dead_letters"] for p in parts),
+        "files": files,
+    }
+    manifest.write(store, run, f"published-{digest(folder)}", {"published": True}, [line])
+    store.remove_tree(f"{PENDING}/{fingerprint}")
+
+
+def part_name(part: int) -> str:
+    return f"part-{part:05d}.parquet"
+
+
+def is_part(name: str) -> bool:
+    return name.startswith("part-") and name.endswith(".parquet")
+
+
+def letters_folder(folder: str) -> str:
+    return f"{ROW_LETTERS}/{digest(folder)}"
+
+
+def _vector_type(config: WriteConfig) -> pa.DataType:
+    return pa.float16() if config.vector_type == "float16" else pa.float32()
+
+
+def read_json(store: Store, name: str) -> dict[str, Any] | None:
+    """A JSON file of the output, or None where it is absent."""
+    data = store.get_or_none(name)
+    return None if data is None else json.loads(data)
