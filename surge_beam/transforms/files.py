@@ -120,15 +120,14 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
       SurgeError: nothing is there, or the file system cannot be reached.
     """
     fs, path = filesystem(pattern)
-    skip = filesystem(exclude)[1] + "/" if exclude else None
     try:
         if fs.isdir(path):
             root, found, folder = path, fs.find(path, detail=True), True
-        elif fs.exists(path) or not _has_magic(path):
+        elif fs.exists(path) or not has_magic(path):
             root, folder = posixpath.dirname(path), False
             found = {path: fs.info(path)}
         else:
-            root, folder = _glob_root(path), False
+            root, folder = glob_root(path), False
             found = {
                 name: info
                 for name, info in fs.glob(path, detail=True).items()
@@ -138,6 +137,7 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
         raise SurgeError(f"no such input: {pattern}") from None
     except OSError as error:
         raise SurgeError(f"cannot list the input {pattern}: {error}") from error
+    skip = _within(fs, root, exclude) if exclude else None
     files, passed_over = [], 0
     for full, info in found.items():
         if skip and full.startswith(skip):
@@ -163,6 +163,15 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
     return Listing(root, sorted(files, key=lambda f: f.name), passed_over)
 
 
+def _within(fs: fsspec.AbstractFileSystem, root: str, exclude: str) -> str | None:
+    """The folder to leave out as a listing of ``root`` names it, links resolved, or None."""
+    folder = filesystem(exclude)[1]
+    if not is_local(fs) or "://" in exclude:
+        return folder + "/"
+    real, base = os.path.realpath(folder), os.path.realpath(root).rstrip("/") + "/"
+    return join(root, real[len(base) :]) + "/" if real.startswith(base) else None
+
+
 def _version(info: dict[str, Any]) -> str:
     for name in ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "updated"):
         if info.get(name) is not None:
@@ -170,13 +179,13 @@ def _version(info: dict[str, Any]) -> str:
     return ""
 
 
-def _has_magic(path: str) -> bool:
+def has_magic(path: str) -> bool:
     return any(c in path for c in "*?[")
 
 
-def _glob_root(path: str) -> str:
+def glob_root(path: str) -> str:
     parts = path.split("/")
-    first = next(i for i, part in enumerate(parts) if _has_magic(part))
+    first = next(i for i, part in enumerate(parts) if has_magic(part))
     return "/".join(parts[:first])
 
 
@@ -207,11 +216,17 @@ class Store:
             self.fs.pipe_file(self.path(name), bytes(data))
             return
         temporary = self.temporary()
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self.rename(temporary, name)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self.rename(temporary, name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            error.filename = error.filename or self.path(name)
+            raise
 
     def temporary(self) -> str:
         """A fresh local path below the output for a file in the making."""

@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -36,6 +37,8 @@ __all__ = ["Guard", "GuardError", "UnreadableFileError", "shared_guard"]
 _START_SECONDS = 120.0
 _TICK_SECONDS = 0.5
 _OUT_OF_MEMORY = 77
+# A line of MAX_LINE_BYTES is parsed in one go.
+_PATIENCE = {"stage_text": 10}
 _FUNCTIONS = "surge_beam.transforms.guard"
 # The packages are stubs in the helper: their __init__ may import Beam.
 _BOOT = """
@@ -68,7 +71,8 @@ class Guard:
     Calls from several threads wait for one another. After a fork the child gets its own helper.
 
     Args:
-      timeout_s: the longest silence of a call; one that makes progress may take any time.
+      timeout_s: the longest silence of a call, ten times that for ``stage_text``; one that makes
+        progress may take any time.
       memory_bytes: address space the helper may take on top of what it starts with.
       functions: the module whose ``FUNCTIONS`` the helper serves, by name.
     """
@@ -104,10 +108,14 @@ class Guard:
         """
         request = pickle.dumps((name, kwargs), pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            good, value = pickle.loads(self._answer(request, kwargs))
+            timeout_s = self._timeout_s * _PATIENCE.get(name, 1)
+            good, value = pickle.loads(self._answer(request, kwargs, timeout_s))
         if good:
             return value
-        raise value
+        try:
+            raise value
+        finally:
+            del value
 
     @property
     def pid(self) -> int | None:
@@ -128,19 +136,22 @@ class Guard:
         self.close()
 
     def __del__(self) -> None:
-        # At exit the end of its input ends the helper; joining a daemon thread would not return.
-        if not sys.is_finalizing():
-            with contextlib.suppress(Exception):
+        # At exit the end of its input ends the helper; modules may be gone, and a daemon thread
+        # cannot be joined.
+        try:
+            if not sys.is_finalizing():
                 self.close()
+        except Exception:
+            pass
 
-    def _answer(self, request: bytes, kwargs: dict[str, Any]) -> bytes:
+    def _answer(self, request: bytes, kwargs: dict[str, Any], timeout_s: float) -> bytes:
         source = str(kwargs.get("source", "the file"))
         while True:
             fresh = self._helper is None
             if self._helper is None:
                 self._helper = _Helper(self._functions, self._memory_bytes)
             try:
-                return self._helper.exchange(request, self._timeout_s)
+                return self._helper.exchange(request, timeout_s)
             except _HelperDiedError:
                 reason = self._discard(kwargs)
                 if fresh:
@@ -148,7 +159,7 @@ class Guard:
             except _HelperSilentError:
                 self._discard(kwargs)
                 raise UnreadableFileError(
-                    source, f"reader gave no answer in {self._timeout_s:g} s"
+                    source, f"reader gave no answer in {timeout_s:g} s"
                 ) from None
             except BaseException:
                 self._discard(kwargs)
@@ -202,6 +213,9 @@ class _Helper:
         assert process.stdin is not None and process.stdout is not None
         self.process = process
         self._stdin, self._stdout = process.stdin, process.stdout
+        self._buffer = bytearray()
+        self._poll = select.poll()
+        self._poll.register(self._stdout.fileno(), select.POLLIN)
         try:
             self._receive(_START_SECONDS)
         except (_HelperDiedError, _HelperSilentError):
@@ -237,27 +251,25 @@ class _Helper:
                 pipe.close()
 
     def _ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self._stdout.fileno(), 0)
-        return any(event & select.POLLHUP for _, event in poll.poll(0))
+        return any(event & select.POLLHUP for _, event in self._poll.poll(0))
 
     def _receive(self, timeout_s: float) -> bytes:
         """One frame; an empty one is a tick."""
-        size = int.from_bytes(self._read(8, timeout_s), "little")
-        return self._read(size, timeout_s)
+        self._fill(8, timeout_s)
+        end = 8 + int.from_bytes(self._buffer[:8], "little")
+        self._fill(end, timeout_s)
+        frame = bytes(self._buffer[8:end])
+        del self._buffer[:end]
+        return frame
 
-    def _read(self, size: int, timeout_s: float) -> bytes:
-        data = bytearray()
-        poll = select.poll()
-        poll.register(self._stdout.fileno(), select.POLLIN)
-        while len(data) < size:
-            if not poll.poll(timeout_s * 1000):
+    def _fill(self, size: int, timeout_s: float) -> None:
+        while len(self._buffer) < size:
+            if not self._poll.poll(timeout_s * 1000):
                 raise _HelperSilentError
-            part = os.read(self._stdout.fileno(), min(size - len(data), 1 << 20))
+            part = os.read(self._stdout.fileno(), 1 << 20)
             if not part:
                 raise _HelperDiedError
-            data += part
-        return bytes(data)
+            self._buffer += part
 
 
 def _keep(command: list[str], started: SimpleQueue[subprocess.Popen[bytes] | Exception]) -> None:
@@ -296,7 +308,12 @@ _probe = ParquetProbe()
 
 
 def _stage_text(**kwargs: Any) -> dict[str, Any]:
-    return dataclasses.asdict(stage_text(**kwargs))
+    # Rows hold no cycles, and looking for them in millions of values takes most of the time.
+    gc.disable()
+    try:
+        return dataclasses.asdict(stage_text(**kwargs))
+    finally:
+        gc.enable()
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import errno
 import fcntl
 import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from surge_beam.records import RefusedError
 from surge_beam.transforms import manifest
-from surge_beam.transforms.files import Store, digest, filesystem
-from surge_beam.transforms.read import SCANS, STAGING
+from surge_beam.transforms.files import (
+    Store,
+    digest,
+    filesystem,
+    glob_root,
+    has_magic,
+    is_local,
+)
+from surge_beam.transforms.read import STAGING
 from surge_beam.transforms.write import PENDING, read_json
 
 CONFIG = "_surge/config.json"
@@ -23,14 +31,20 @@ LOCK = "_surge/lock"
 FORMAT_VERSION = 1
 
 
-def run_name(now: float) -> str:
-    """A run's name: later runs sort later."""
-    return f"{int(now * 1000):012x}{os.urandom(2).hex()}"
+def run_name(store: Store, now: float) -> str:
+    """A name for a run that sorts after every earlier one, even where the clock went back."""
+    latest = [manifest.read_run(store).get("run", "")]
+    latest += [name.split("-", 1)[0] for name in store.names(manifest.FOLDER)[-1:]]
+    used = [int(name[:12], 16) for name in latest if re.fullmatch(r"[0-9a-f]{16}", name)]
+    return f"{max([int(now * 1000), *[ms + 1 for ms in used]]):012x}{os.urandom(2).hex()}"
 
 
 @contextlib.contextmanager
-def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Iterator[None]:
-    """Holds the output for one job; what guards it is gone with the process.
+def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Iterator[str]:
+    """Holds the output for one job, and gives the name of its run.
+
+    The lock is gone with its process. Worker processes that outlive it cannot commit any more
+    once a later run has begun.
 
     Args:
       settings: what an output must not mix: a later run with others is refused.
@@ -40,8 +54,10 @@ def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Ite
       RefusedError: another job holds the output, it was written under other settings, or it
         holds files that are not ours. Nothing is written then.
     """
-    before = read_json(store, CONFIG)
+    if store.fs.isfile(store.root):
+        raise RefusedError(f"the output {store.url} is a file, not a folder")
     if not overwrite:
+        before = read_json(store, CONFIG)
         _refuse_differences(store, before, settings)
         if before is None and _holds_other_files(store):
             raise RefusedError(
@@ -58,21 +74,28 @@ def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Ite
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RefusedError(f"another job is writing to {store.url}") from None
-        if overwrite and before is not None:
+        before = read_json(store, CONFIG)
+        if not overwrite:
+            _refuse_differences(store, before, settings)
+        run = run_name(store, time.time())
+        manifest.begin(store, run)
+        content = {"format_version": FORMAT_VERSION, "settings": settings}
+        if overwrite or (before or {}).get("clearing"):
+            # marked, so that a run after a kill goes on clearing rather than trust what is left
+            store.put(CONFIG, json.dumps({**content, "clearing": True}, indent=1).encode())
             clear(store)
-        else:
-            _refuse_differences(store, read_json(store, CONFIG), settings)
-        if read_json(store, CONFIG) is None:
-            content = {"format_version": FORMAT_VERSION, "settings": settings}
+            before = None
+        if before != json.loads(json.dumps(content)):
             store.put(CONFIG, json.dumps(content, indent=1).encode())
         store.remove_tree(Store.TEMPORARY)
-        yield
+        yield run
 
 
 def _refuse_differences(
     store: Store, before: dict[str, Any] | None, settings: dict[str, Any]
 ) -> None:
-    if before is None:
+    if before is None or not (before.get("clearing") or store.names(manifest.FOLDER)):
+        # nothing is committed, so there is nothing to mix
         return
     old = {"format_version": before.get("format_version"), **before.get("settings", {})}
     new = {"format_version": FORMAT_VERSION, **json.loads(json.dumps(settings))}
@@ -97,40 +120,49 @@ def _holds_other_files(store: Store) -> bool:
 
 
 def clear(store: Store) -> None:
-    """Removes every file that a manifest names, and all of ours but the lock."""
+    """Removes every file that a manifest names, and all of ours but what holds the output."""
     for _, lines in manifest.entries(store):
         for line in lines:
             for file in line["files"]:
                 store.remove(file["path"])
                 store.remove_empty_folders(file["path"].rpartition("/")[0])
     for name in list(store.walk("_surge")):
-        if name != LOCK:
+        if name not in (LOCK, CONFIG, manifest.RUN):
             store.remove(name)
 
 
-def finish(store: Store) -> None:
-    """Removes what only a run under way needs."""
+def finish(store: Store, run: str) -> None:
+    """Removes what only a run under way needs, and notes that it ended well."""
+    manifest.drop_parts(store, run)
     for name in (STAGING, PENDING, Store.TEMPORARY):
         store.remove_tree(name)
-
-
-def scans_folder() -> str:
-    return SCANS
+    manifest.end(store, run)
+    store.remove_tree(Store.TEMPORARY)
 
 
 def check_paths(input_: str, output: str) -> None:
-    """Raises RefusedError where the output would overwrite the input."""
+    """Raises RefusedError where the output would overwrite the input, or there is no input."""
     source_fs, source = filesystem(input_)
     target_fs, target = filesystem(output)
-    same = type(source_fs) is type(target_fs) and (source + "/").startswith(target + "/")
-    if same:
+    folder = glob_root(source) if has_magic(source) else source
+    if is_local(source_fs) and is_local(target_fs):
+        folder, target = os.path.realpath(folder), os.path.realpath(target)
+    same = type(source_fs) is type(target_fs)
+    if same and (folder + "/").startswith(target.rstrip("/") + "/"):
         raise RefusedError(f"the output {output} holds the input {input_}; choose another output")
+    try:
+        there = source_fs.exists(source) or (has_magic(source) and source_fs.glob(source))
+    except OSError as error:
+        raise RefusedError(f"cannot list the input {input_}: {error}") from error
+    if not there:
+        raise RefusedError(f"no such input: {input_}")
 
 
-_RAISED = re.compile(r"surge_beam\.records\.(\w+Error): (.*)")
+_RAISED = re.compile(r"surge_beam\.[\w.]+\.(\w+Error): (.*)")
+_FULL = re.compile(rf".*\[Errno (?:{errno.ENOSPC}|{errno.EDQUOT})\].*")
 
 
-def explain(error: BaseException) -> tuple[str, str]:
+def explain(error: BaseException, output: str = "") -> tuple[str, str]:
     """Kind and text of what ended a pipeline, found in the traceback a runner wraps it in."""
     text = str(error)
     found = None
@@ -143,9 +175,6 @@ def explain(error: BaseException) -> tuple[str, str]:
     else:
         lines = [x for x in text.splitlines() if x.strip()] or [type(error).__name__]
         kind, message = type(error).__name__, lines[-1]
+    if (full := _FULL.search(text)) is not None:
+        message = f"the disk is full, of the output {output}: {full.group().strip()}"
     return kind, re.sub(r"\s*\[while running .*?\]\s*$", "", message).strip()
-
-
-def as_settings(value: Any) -> Any:
-    """A frozen configuration as plain JSON values."""
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value

@@ -98,8 +98,17 @@ def hive_values(name: str) -> dict[str, str | None]:
     for part in name.split("/")[:-1]:
         column, equals, value = part.partition("=")
         if equals and column:
-            found[unquote(column)] = None if value == NULL_FOLDER else unquote(value)
+            found[_decoded(column)] = None if value == NULL_FOLDER else _decoded(value)
     return found
+
+
+def _decoded(text: str) -> str:
+    """What a folder name stands for; one that is not encoded UTF-8 is taken as it stands."""
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError:
+        return text
 
 
 def key_type(data_type: pa.DataType) -> str:
@@ -137,12 +146,20 @@ def _exact(scalar: pa.Scalar, kind: str) -> Any:
         return scalar.as_py()
     if kind == "timestamp":
         return _timestamp(scalar)
+    if kind == "date":
+        return _date(scalar)
     value = scalar.as_py()
     if isinstance(value, decimal.Decimal):
         return format(value, "f")
-    if isinstance(value, datetime.date):
-        return value.isoformat()
     return repr(value)
+
+
+def _date(scalar: pa.Scalar) -> str:
+    try:
+        return str(scalar.as_py())
+    except (OverflowError, ValueError):
+        days = pa.types.is_date32(scalar.type)
+        return f"{scalar.value if days else scalar.value // 86_400_000}d"
 
 
 def _timestamp(scalar: pa.Scalar) -> str:
@@ -155,6 +172,16 @@ def _timestamp(scalar: pa.Scalar) -> str:
         return f"{scalar.value}{scalar.type.unit}{zone}"
     digits = len(str(unit)) - 1
     return text + (f".{fraction:0{digits}d}".rstrip("0") if fraction else "") + zone
+
+
+def _comparable(column: pa.Array) -> pa.Array:
+    """The column in a type that Arrow can dictionary-encode."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return column.dictionary_decode()
+    if pa.types.is_decimal(kind) and kind.bit_width < 128:
+        return column.cast(pa.decimal128(kind.precision, kind.scale))
+    return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
 
 
 class KeyRuns:
@@ -187,8 +214,7 @@ class KeyRuns:
                 columns.append((kind, column[:1]))
                 code = code * 1
                 continue
-            if pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
+            column = _comparable(column)
             encoded = column.dictionary_encode(null_encoding="encode")
             values = encoded.dictionary
             size = len(values)

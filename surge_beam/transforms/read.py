@@ -161,7 +161,9 @@ class Scanner:
     def _scan(self, source: SourceFile) -> Iterator[FileRuns]:
         url, bad = source.url, 0
         if source.staged:
-            url, bad = stage(self.store, source, self.config)
+            url, bad, missing = stage(self.store, source, self.config)
+            if missing:
+                raise SurgeError(f"no row has a column {missing[0]!r}")
         columns = list(self.config.keep_columns or ()) or None
         about = first_contact("describe_parquet", url, columns=columns)
         schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
@@ -251,11 +253,13 @@ def write_file_letters(store: Store, source: SourceFile, table: pa.Table) -> Non
     store.put(f"{FILE_LETTERS}/{source.key}-{source.fingerprint}.parquet", sink.getvalue())
 
 
-def stage(store: Store, source: SourceFile, config: ReadConfig) -> tuple[str, int]:
+def stage(
+    store: Store, source: SourceFile, config: ReadConfig
+) -> tuple[str, int, tuple[str, ...]]:
     """Converts a text or compressed file to Parquet, and its bad lines to dead letters.
 
     Returns:
-      URL of the copy, number of bad lines.
+      URL of the copy, number of bad lines, and which of the text and key columns no row has.
     """
     name = staged_name(source)
     url = store.fs.unstrip_protocol(store.path(name)) if not store.local else store.path(name)
@@ -280,7 +284,10 @@ def stage(store: Store, source: SourceFile, config: ReadConfig) -> tuple[str, in
             first = letters.slice(0, 1).to_pylist()[0]
             raise BadInputError(f"{source.url}, line {first['row']}: {first['message']}")
         write_file_letters(store, source, letters)
-    return url, bad
+    # an empty file has no columns and lacks none
+    hive = hive_values(source.name)
+    missing = tuple(n for n in result["missing"] if n not in hive) if result["rows"] else ()
+    return url, bad, missing
 
 
 def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadConfig) -> None:
@@ -357,8 +364,11 @@ class _Cursor:
         self._batch: pa.RecordBatch | None = None
 
     @property
-    def names(self) -> list[str]:
-        return self._parquet.schema_arrow.names
+    def schema(self) -> pa.Schema:
+        """Schema of the batches that ``read`` yields."""
+        schema = self._parquet.schema_arrow.remove_metadata()
+        wanted = set(self._columns)
+        return pa.schema([field for field in schema if field.name in wanted])
 
     def close(self) -> None:
         self._batches, self._batch = iter(()), None
@@ -375,9 +385,11 @@ class _Cursor:
                 self._verified[group] = str(error)
         return self._verified[group]
 
-    def read(self, group: int, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Rows ``[start, stop)`` of the file, all within one row group."""
-        if group != self._group or start < self._at:
+    def read(
+        self, group: int, starts: np.ndarray, stops: np.ndarray
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of ascending, disjoint ranges ``[start, stop)`` of the file, in one row group."""
+        if group != self._group or starts[0] < self._at:
             self._group, self._at = group, int(self.edges[group])
             self._batch = None
             self._batches = self._parquet.iter_batches(
@@ -386,18 +398,37 @@ class _Cursor:
                 columns=self._columns,
                 use_threads=False,
             )
-        while start < stop:
-            if self._batch is None or start >= self._at + self._batch.num_rows:
+        first = 0
+        while first < len(starts):
+            if self._batch is None or starts[first] >= self._at + self._batch.num_rows:
                 self._at += self._batch.num_rows if self._batch is not None else 0
                 self._batch = next(self._batches)
                 continue
-            offset = start - self._at
-            count = min(stop - start, self._batch.num_rows - offset)
-            piece = self._batch.slice(offset, count)
-            # a thin slice would keep its whole batch alive
-            thin = count < self._batch.num_rows // 2
-            yield piece.take(pa.array(np.arange(count))) if thin else piece
-            start += count
+            end = self._at + self._batch.num_rows
+            last = int(np.searchsorted(starts, end))
+            lo = np.maximum(starts[first:last], self._at) - self._at
+            hi = np.minimum(stops[first:last], end) - self._at
+            yield _pick(self._batch, lo, hi)
+            # the last range may reach into the next batch
+            first = last if stops[last - 1] <= end else last - 1
+            if first < len(starts) and starts[first] < end:
+                starts = np.concatenate([[end], starts[first + 1 :]])
+                stops, first = stops[first:], 0
+
+
+def _pick(batch: pa.RecordBatch, lo: np.ndarray, hi: np.ndarray) -> pa.RecordBatch:
+    """Rows of ascending ranges of a batch; copied where sharing would keep much else alive."""
+    counts = hi - lo
+    total = int(counts.sum())
+    if total == hi[-1] - lo[0] and total * 2 >= batch.num_rows:
+        return batch.slice(int(lo[0]), total)
+    return batch.take(pa.array(_ranges(lo, counts)))
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The numbers of every range ``[start, start + count)``, one after another."""
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
 
 
 class SuperBatchReader:
@@ -416,33 +447,74 @@ class SuperBatchReader:
         Raises:
           BadInputError: a row group that cannot be decoded, under ``fail_on_bad_input``.
         """
-        wanted: dict[int, list[tuple[int, int, int]]] = {}
-        for index, segment in enumerate(plan.segments):
-            for slice_ in segment.slices:
-                wanted.setdefault(slice_.file, []).append((slice_.start, slice_.rows, index))
-        pieces: list[list[tuple[int, int, pa.RecordBatch]]] = [[] for _ in plan.segments]
-        unreadable = [0] * len(plan.segments)
+        slices = [
+            (x.file, x.start, x.rows, i) for i, s in enumerate(plan.segments) for x in s.slices
+        ]
+        wanted = np.array(slices, np.int64).reshape(-1, 4)
+        wanted = wanted[np.lexsort((wanted[:, 1], wanted[:, 0]))]
+        pieces: list[list[tuple[pa.Table, np.ndarray]]] = [[] for _ in plan.segments]
+        unreadable = np.zeros(len(plan.segments), np.int64)
         broken: dict[int, str] = {}
-        for file, ranges in sorted(wanted.items()):
-            cursor = self._cursor(plan.files[file])
-            for start, rows, index in sorted(ranges):
-                for group, lo, hi in _by_group(cursor.edges, start, start + rows):
-                    reason = cursor.unsound(group)
-                    if reason is not None:
-                        if self._config.fail_on_bad_input:
-                            raise BadInputError(f"{plan.files[file].url}: {reason}")
-                        broken[file] = reason
-                        unreadable[index] += hi - lo
-                        continue
-                    at = lo
-                    for batch in cursor.read(group, lo, hi):
-                        pieces[index].append((file, at, batch))
-                        at += batch.num_rows
+        for file in np.unique(wanted[:, 0]).tolist():
+            ranges = wanted[wanted[:, 0] == file, 1:]
+            table, rows, owner, lost, reason = self._read_file(plan.files[file], ranges)
+            if reason is not None:
+                broken[file] = reason
+                np.add.at(unreadable, lost[:, 1], lost[:, 0])
+            order = np.argsort(owner, kind="stable")
+            if not np.array_equal(order, np.arange(len(order))):
+                table, rows, owner = table.take(pa.array(order)), rows[order], owner[order]
+            origin = np.stack([np.full(len(rows), file, np.int64), rows], axis=1)
+            edges = np.flatnonzero(np.diff(owner, prepend=-1, append=-1))
+            for lo, hi in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+                pieces[owner[lo]].append((table.slice(lo, hi - lo), origin[lo:hi]))
         segments = []
         for index, segment in enumerate(plan.segments):
-            table, origin = self._assemble(plan, segment, pieces[index])
-            segments.append(ReadSegment(segment, table, origin, unreadable[index]))
+            read, origin = self._assemble(segment, pieces[index])
+            segments.append(ReadSegment(segment, read, origin, int(unreadable[index])))
         return segments, broken
+
+    def _read_file(
+        self, source: SourceFile, ranges: np.ndarray
+    ) -> tuple[pa.Table, np.ndarray, np.ndarray, np.ndarray, str | None]:
+        """The rows of ascending ranges of one file.
+
+        Args:
+          ranges: int64 [R, 3]: start, rows, segment.
+
+        Returns:
+          The table; the row's number and segment of each row; rows and segment of what lies in
+          row groups that cannot be decoded, and why.
+        """
+        cursor = self._cursor(source)
+        ranges = ranges[ranges[:, 1] > 0]
+        starts, counts, owner = ranges[:, 0], ranges[:, 1], ranges[:, 2]
+        if len(starts) and starts[-1] + counts[-1] > cursor.edges[-1]:
+            raise SurgeError(
+                f"{source.url}: rows up to {starts[-1] + counts[-1]} are planned, the file now has"
+                f" {cursor.edges[-1]}; run again"
+            )
+        starts, counts, owner = _cut(cursor.edges, starts, counts, owner)
+        group = np.searchsorted(cursor.edges, starts, side="right") - 1
+        batches, sound, reason = [], np.ones(len(starts), bool), None
+        for number in np.unique(group).tolist():
+            here = group == number
+            why = cursor.unsound(number)
+            if why is None:
+                batches.extend(cursor.read(number, starts[here], (starts + counts)[here]))
+                continue
+            if self._config.fail_on_bad_input:
+                raise BadInputError(f"{source.url}: {why}")
+            reason, sound = why, sound & ~here
+        lost = np.stack([counts[~sound], owner[~sound]], axis=1)
+        table = pa.Table.from_batches(batches, cursor.schema)
+        rows = _ranges(starts[sound], counts[sound])
+        if ROW_COLUMN in table.column_names:
+            rows = table.column(ROW_COLUMN).to_numpy()
+            table = table.drop_columns([ROW_COLUMN])
+        if self._config.partition_by:
+            table = self._with_hive(table, source)
+        return table, rows, np.repeat(owner[sound], counts[sound]), lost, reason
 
     def close(self) -> None:
         while self._cursors:
@@ -479,33 +551,17 @@ class SuperBatchReader:
         return wanted
 
     def _assemble(
-        self, plan: SuperBatchPlan, segment: Segment, pieces: list[tuple[int, int, pa.RecordBatch]]
+        self, segment: Segment, pieces: list[tuple[pa.Table, np.ndarray]]
     ) -> tuple[pa.Table, np.ndarray]:
-        # input order: files by name, which is the order of the plan's list, then rows
-        pieces.sort(key=lambda piece: piece[:2])
-        tables, origins = [], []
-        hive_kept = not segment.folder or bool(self._config.partition_by)
-        for file, at, batch in pieces:
-            rows = np.arange(at, at + batch.num_rows, dtype=np.int64)
-            if ROW_COLUMN in batch.schema.names:
-                rows = batch.column(ROW_COLUMN).to_numpy(zero_copy_only=False)
-                batch = batch.drop_columns([ROW_COLUMN])
-            origins.append(np.stack([np.full(len(rows), file, np.int64), rows], axis=1))
-            table = pa.Table.from_batches([batch.replace_schema_metadata(None)])
-            if hive_kept:
-                table = self._with_hive(table, plan.files[file])
-            tables.append(table)
-        if not tables:
-            return pa.table({self._config.text_column: pa.array([], pa.string())}), np.zeros(
-                (0, 2), np.int64
-            )
+        # pieces come in input order: files by name, which is the order of the plan's list
+        if not pieces:
+            empty = pa.table({self._config.text_column: pa.array([], pa.string())})
+            return empty, np.zeros((0, 2), np.int64)
         try:
-            table = pa.concat_tables(tables, promote_options="permissive")
-        except pa.ArrowInvalid as error:
+            table = pa.concat_tables([t for t, _ in pieces], promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise SurgeError(f"partition {segment.folder}: its files disagree: {error}") from error
-        except pa.ArrowTypeError as error:
-            raise SurgeError(f"partition {segment.folder}: its files disagree: {error}") from error
-        return table, np.concatenate(origins)
+        return table, np.concatenate([origin for _, origin in pieces])
 
     def _with_hive(self, table: pa.Table, source: SourceFile) -> pa.Table:
         """Adds the folder values that are not key columns, since they would be lost otherwise."""
@@ -518,16 +574,20 @@ class SuperBatchReader:
         return table
 
 
-def _by_group(edges: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts a row range at the edges of row groups."""
-    if stop > edges[-1]:
-        raise SurgeError(f"rows up to {stop} are planned, the file now has {edges[-1]}")
-    group = int(np.searchsorted(edges, start, side="right")) - 1
-    while start < stop:
-        end = min(stop, int(edges[group + 1]))
-        if end > start:
-            yield group, start, end
-        start, group = end, group + 1
+def _cut(
+    edges: np.ndarray, starts: np.ndarray, counts: np.ndarray, owner: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts row ranges at the edges of row groups."""
+    stops = starts + counts
+    pieces = np.searchsorted(edges, stops) - np.searchsorted(edges, starts, side="right") + 1
+    if not len(pieces) or pieces.max() == 1:
+        return starts, counts, owner
+    which = np.repeat(np.arange(len(starts)), pieces)
+    group = _ranges(np.searchsorted(edges, starts, side="right") - 1, pieces)
+    lo = np.maximum(starts[which], edges[group])
+    hi = np.minimum(stops[which], edges[group + 1])
+    some = hi > lo
+    return lo[some], (hi - lo)[some], owner[which][some]
 
 
 def record_json(table: pa.Table, row: int) -> str:

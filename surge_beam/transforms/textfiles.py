@@ -38,7 +38,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from surge_beam.records import DEAD_LETTER_SCHEMA, DeadLetter, SurgeError, dead_letter_table
+from surge_beam.records import DEAD_LETTER_SCHEMA, SurgeError
 
 ROW_COLUMN = "__surge_row"
 MAX_LINE_BYTES = 256 << 20
@@ -46,6 +46,7 @@ MAX_CSV_RECORD_BYTES = 16 << 20
 MAX_CSV_RECORD_LINES = 100_000
 MAX_RECORD_BYTES = 64 << 10
 MAX_COLUMNS = 2_000
+MAX_NAME_CHARACTERS = 1_024
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20
 _GROUP_CELLS = 2 << 20
@@ -398,7 +399,7 @@ class _BadRows:
     def __init__(self, path: str, source: str) -> None:
         self._path = path
         self._source = source
-        self._letters: list[DeadLetter] = []
+        self._letters: list[tuple[str, str, int, str]] = []
         self._bytes = 0
         self._writer: pq.ParquetWriter | None = None
         self.count = 0
@@ -411,20 +412,12 @@ class _BadRows:
         if self._writer is not None:
             self._writer.close()
 
-    def add(self, error: str, message: str, row: int, line: bytes) -> None:
+    def add(self, why: _BadLine, row: int, line: bytes) -> None:
         text = line[:MAX_RECORD_BYTES].removesuffix(b"\r").decode("utf-8", "replace")
-        self._letters.append(
-            DeadLetter(
-                stage="read",
-                error=error,
-                message=message,
-                file=self._source,
-                row=row,
-                record=json.dumps(text, ensure_ascii=False),
-            )
-        )
+        record = json.dumps(text, ensure_ascii=False)
+        self._letters.append((why.error, why.message, row, record))
         self.count += 1
-        self._bytes += len(text)
+        self._bytes += len(record)
         if len(self._letters) >= GROUP_ROWS or self._bytes >= GROUP_BYTES:
             self._flush()
 
@@ -433,7 +426,19 @@ class _BadRows:
             return
         if self._writer is None:
             self._writer = _parquet_writer(self._path, DEAD_LETTER_SCHEMA)
-        self._writer.write_table(dead_letter_table(self._letters))
+        error, message, row, record = map(list, zip(*self._letters, strict=True))
+        count = len(row)
+        columns = {
+            "stage": ["read"] * count,
+            "error": error,
+            "message": message,
+            "file": [self._source] * count,
+            "row": row,
+            "partition": [None] * count,
+            "record": record,
+            "attempts": [1] * count,
+        }
+        self._writer.write_table(pa.Table.from_pydict(columns, schema=DEAD_LETTER_SCHEMA))
         self._letters = []
         self._bytes = 0
 
@@ -532,7 +537,7 @@ def _stage_jsonl(
             try:
                 row = parser.parse(line)
             except _BadLine as error:
-                bad.add(error.error, error.message, number, line)
+                bad.add(error, number, line)
                 continue
             spool.add(number, row, len(line), len(parser.kinds))
         spool.flush()
@@ -610,18 +615,28 @@ class _RowParser:
                     "NonTextValue",
                     f"column {self._text_column!r} holds {_json_type(value)}, not a string",
                 )
-            kinds = {}
+            kinds = dict.fromkeys(row, "string")
             for name, value in row.items():
-                kinds[name], row[name] = _classify(value)
+                if type(value) is not str:
+                    kinds[name], row[name] = _classify(value)
         except RecursionError:
             raise _BadLine("InvalidJson", "values are nested too deeply") from None
         except MemoryError:
             raise _BadLine("LineTooLong", "the line needs more memory than there is") from None
-        if sum(name not in self.kinds for name in kinds) + len(self.kinds) > MAX_COLUMNS:
-            raise _BadLine("TooManyColumns", f"the file has more than {MAX_COLUMNS} columns")
+        self._add(kinds)
+        return row
+
+    def _add(self, kinds: dict[str, str]) -> None:
+        if not kinds.keys() <= self.kinds.keys():
+            new = kinds.keys() - self.kinds.keys()
+            if len(self.kinds) + len(new) > MAX_COLUMNS:
+                raise _BadLine("TooManyColumns", f"the file has more than {MAX_COLUMNS} columns")
+            if any(len(name) > MAX_NAME_CHARACTERS for name in new):
+                raise _BadLine(
+                    "InvalidColumnName", f"a name is longer than {MAX_NAME_CHARACTERS} characters"
+                )
         for name, kind in kinds.items():
             self.kinds.setdefault(name, set()).add(kind)
-        return row
 
     def _object(self, line: bytes) -> dict[str, Any]:
         text = _decode(line)
@@ -650,12 +665,13 @@ def _refuse_constant(name: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _ROW_FIELD = pa.field(ROW_COLUMN, pa.int64())
 
 
 def _json_text(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return _ENCODER.encode(value)
     except ValueError:
         raise _BadLine("InvalidJson", "a number is out of range") from None
 
@@ -667,39 +683,34 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _scalar_kind(value: Any) -> str:
-    kind = type(value)
-    if kind is str:
-        return "string"
-    if value is None:
-        return ""
-    if kind is bool:
-        return "bool"
-    if kind is int:
-        if -_EXACT_FLOAT <= value <= _EXACT_FLOAT:
-            return "int"
-        return "int64" if -(1 << 63) <= value < 1 << 63 else "integer"
-    if kind is float:
-        if value in (float("inf"), float("-inf")):
-            raise _BadLine("InvalidJson", "a number is out of range")
-        return "float"
-    return "json"
-
-
 def _classify(value: Any) -> tuple[str, Any]:
     """A value's kind, and the value; a nested one becomes its JSON text here."""
-    if type(value) is list:
-        kinds = {_scalar_kind(item) for item in value} - {""}
+    kind = type(value)
+    if kind is int:
+        if -_EXACT_FLOAT <= value <= _EXACT_FLOAT:
+            return "int", value
+        return "int64" if -(1 << 63) <= value < 1 << 63 else "integer", value
+    if kind is float:
+        if value in _INFINITIES:
+            raise _BadLine("InvalidJson", "a number is out of range")
+        return "float", value
+    if kind is list:
+        kinds = {"string" if type(item) is str else _item_kind(item) for item in value} - {""}
         if not kinds:
             return "[]", value
-        for kind, allowed in _LISTS.items():
+        for list_kind, allowed in _LISTS.items():
             if kinds <= allowed:
-                return kind, value
+                return list_kind, value
+    if kind in (list, dict):
         return "json", _json_text(value)
-    kind = _scalar_kind(value)
-    return kind, _json_text(value) if kind == "json" else value
+    return {str: "string", bool: "bool"}.get(kind, ""), value
 
 
+def _item_kind(value: Any) -> str:
+    return "json" if type(value) in (list, dict) else _classify(value)[0]
+
+
+_INFINITIES = (float("inf"), float("-inf"))
 _LISTS = {
     "[string]": {"string"},
     "[int]": {"int"},
@@ -779,7 +790,7 @@ def _csv_group(reader: _CsvReader, width: int, bad: _BadRows) -> list[_Record]:
         if record is None:
             break
         if record.error is not None:
-            bad.add(record.error.error, record.error.message, record.number, record.line)
+            bad.add(record.error, record.number, record.line)
             continue
         group.append(record)
         nbytes += record.nbytes
@@ -821,8 +832,12 @@ class _CsvReader:
         try:
             _check_length(line, MAX_CSV_RECORD_BYTES)
             data = self._whole(line, more) if line.count(b'"') & 1 else line
-            text = _decode(data.removesuffix(b"\r"))
-            fields = _quoted_fields(text) if '"' in text else text.split(",")
+            data = data.removesuffix(b"\r")
+            if b'"' in data:
+                fields = _quoted_fields(data.decode("utf-8", "surrogateescape"))
+                _decode(data)
+            else:
+                fields = _decode(data).split(",")
             if width is not None and len(fields) != width:
                 raise _BadLine(
                     "WrongFieldCount", f"the record has {len(fields)} fields, not {width}"
