@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 import time
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.options.pipeline_options import PipelineOptions, TestOptions
 
 from surge_beam.gpu.encoder import model_identity
-from surge_beam.records import EncoderConfig, RefusedError, SurgeError
+from surge_beam.records import EncoderConfig, RefusedError
 from surge_beam.transforms.embed_files import PLAN, EmbedConfig, EmbedFiles
 from surge_beam.transforms.files import Store
-from surge_beam.transforms.job import check_paths, exclusive, explain, finish, run_name
+from surge_beam.transforms.job import EXPECTED, check_paths, exclusive, explain, finish, named
 from surge_beam.transforms.progress import Progress
 from surge_beam.transforms.read import ReadConfig
 from surge_beam.transforms.report import build_report, write_report
+from surge_beam.transforms.report_html import try_write_html
 from surge_beam.transforms.write import WriteConfig
 
 
@@ -98,7 +100,7 @@ def settings_of(config: EmbedConfig) -> dict:
         "text_column": config.read.text_column,
         "partition_by": list(config.read.partition_by),
         "keep_columns": config.write.columns and list(config.write.columns),
-        "model": model_identity(encoder),
+        "model": named(encoder.model, model_identity(encoder)),
         "dtype": encoder.dtype,
         "prompt": encoder.prompt,
         "truncate_dim": encoder.truncate_dim,
@@ -106,31 +108,42 @@ def settings_of(config: EmbedConfig) -> dict:
     }
 
 
-def run(argv: list[str] | None = None) -> dict:
-    """Runs the job and returns its report.
+def run(argv: list[str] | None = None) -> dict | None:
+    """Runs the job and returns its report, None of a dry run.
 
     Raises:
       RefusedError: the run may not start; nothing is written.
       SurgeError: the job failed; the message is for a person.
     """
     args, beam_args = parser().parse_known_args(argv)
-    config = config_of(args, run_name(time.time()))
+    config = config_of(args, "")
     check_paths(config.input, config.output)
+    options = PipelineOptions(["--runner=FnApiRunner", *beam_args])
+    if options.view_as(TestOptions).dry_run:
+        _ = (pipeline := beam.Pipeline(options=options)) | "Embed" >> EmbedFiles(config)
+        pipeline.run()
+        return None
     store = Store(config.output)
     began = time.time()
-    with exclusive(store, settings_of(config), overwrite=args.overwrite):
-        pipeline = beam.Pipeline(options=PipelineOptions(["--runner=FnApiRunner", *beam_args]))
+    with exclusive(store, settings_of(config), overwrite=args.overwrite) as name:
+        config = dataclasses.replace(config, run=name)
+        pipeline = beam.Pipeline(options=options)
         _ = pipeline | "Embed" >> EmbedFiles(config)
         with Progress(store, config.run, PLAN):
             pipeline.run().wait_until_finish()
         report = build_report(store, config.run, PLAN, began, time.time())
         write_report(store, report)
-        finish(store)
+        try_write_html(store, report)
+        finish(store, config.run)
     return report
 
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
+    # a runner logs the traceback of what ends the job, which is said in one line below
+    logging.getLogger("apache_beam.runners").setLevel(logging.CRITICAL)
+    # says at exit that it stops Prism, which would be the last word
+    logging.getLogger("apache_beam.utils.subprocess_server").setLevel(logging.ERROR)
     try:
         report = run(argv)
     except RefusedError as error:
@@ -140,17 +153,31 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted; run again to go on", file=sys.stderr)
         return 130
     except Exception as error:
-        kind, message = explain(error)
-        logging.getLogger(__name__).debug("the job failed", exc_info=error)
+        kind, message = explain(error, parser().parse_known_args(argv)[0].output)
+        if kind not in EXPECTED:
+            logging.getLogger(__name__).error("the job failed", exc_info=error)
         print(f"failed: {kind}: {message}", file=sys.stderr)
         return 1
+    if report is None:
+        print("dry run: the job graph is sound; nothing was run or written")
+        return 0
     print(
         f"{report['partitions_encoded']:,} partitions encoded,"
         f" {report['partitions_skipped']:,} skipped, {report['partitions_failed']:,} failed;"
         f" {report['rows_encoded']:,} rows in {report['seconds']:,.1f} s"
     )
-    if not report["partitions_encoded"]:
-        print("nothing to do: every partition is up to date")
+    if not report["superbatches"] and not report["partitions_encoded"]:
+        failed = " that can be read" if report["partitions_failed"] else ""
+        print(f"nothing to do: every partition{failed} is up to date")
+    if report["files_passed_over"]:
+        print(f"{report['files_passed_over']:,} files passed over: not data by their names")
+    if report["partitions_stale"]:
+        print(
+            f"{report['partitions_stale']:,} stale partitions kept: their input is gone;"
+            " --prune removes them"
+        )
+    if report["partitions_pruned"]:
+        print(f"{report['partitions_pruned']:,} stale partitions removed")
     print(f"{report['dead_letters']:,} dead letters")
     return 0
 

@@ -18,7 +18,10 @@ class SurgeError(Exception):
 
 
 class BadInputError(SurgeError):
-    """An input row or file that cannot be used, under ``on_bad_input='fail'``."""
+    """An input row or file that cannot be used, under ``on_bad_input='fail'``; one line of text."""
+
+    def __init__(self, message: str):
+        super().__init__(message.replace("\n", "\\n").replace("\r", "\\r"))
 
 
 class RefusedError(SurgeError):
@@ -91,8 +94,17 @@ class DeadLetter:
 
 
 def dead_letter_table(letters: list[DeadLetter]) -> pa.Table:
-    """Dead letters as a table of ``DEAD_LETTER_SCHEMA``."""
-    return pa.Table.from_pylist([dataclasses.asdict(x) for x in letters], schema=DEAD_LETTER_SCHEMA)
+    """Dead letters as a table of ``DEAD_LETTER_SCHEMA``; of a file name that is not UTF-8 the odd
+    bytes come out as ``\\xff``.
+    """
+    rows = [{k: _utf8(v) for k, v in dataclasses.asdict(x).items()} for x in letters]
+    return pa.Table.from_pylist(rows, schema=DEAD_LETTER_SCHEMA)
+
+
+def _utf8(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +154,7 @@ class Segment:
       rows: rows of this part.
       slices: where they are, in order.
       replaces: the output holds this partition already, from an earlier state of the input.
+      lost: rows planned that were found to be undecodable before, and are in no slice.
     """
 
     folder: str
@@ -152,6 +165,7 @@ class Segment:
     rows: int
     slices: tuple[Slice, ...]
     replaces: bool = False
+    lost: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

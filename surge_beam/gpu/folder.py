@@ -18,12 +18,16 @@ _OLD_POOLING_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_TRANSFORMER_CONFIGS = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in (
-        "bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet",
-    )  # fmt: skip
+_TRANSFORMER_KINDS = (
+    "bert",
+    "roberta",
+    "distilbert",
+    "camembert",
+    "albert",
+    "xlm-roberta",
+    "xlnet",
 )
+_TRANSFORMER_CONFIGS = tuple(f"sentence_{kind}_config.json" for kind in _TRANSFORMER_KINDS)
 _PLAIN_TEXT = {
     "text": {"method": "forward", "method_output_name": "last_hidden_state"},
 }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +49,9 @@ class PackedEncoder:
         limit = set_truncation(tokenizer, positions)
         self._tokenizer = TextTokenizer(tokenizer._tokenizer, limit, prompt)
         if prompt and not folder.pooling.include_prompt:
-            self._skip = prompt_length(tokenizer, TextTokenizer(tokenizer._tokenizer, limit), prompt)
+            self._skip = prompt_length(
+                tokenizer, TextTokenizer(tokenizer._tokenizer, limit), prompt
+            )
         width = model.width * len(folder.pooling.modes)  # type: ignore[attr-defined]
         self._head: list[_Dense] = []
         for stage in folder.stages:
@@ -143,9 +142,7 @@ def load_tokenizer(folder: ModelFolder, config: Any) -> Any:
     from transformers import AutoTokenizer
 
     asked = {} if folder.max_seq_length is None else {"model_max_length": folder.max_seq_length}
-    tokenizer = AutoTokenizer.from_pretrained(
-        folder.transformer, trust_remote_code=False, **asked
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder.transformer, trust_remote_code=False, **asked)
     if not getattr(tokenizer, "is_fast", False):
         return None
     places = getattr(config, "max_position_embeddings", -1)

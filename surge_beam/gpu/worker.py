@@ -19,7 +19,7 @@ from surge_beam.policy.microbatch import micro_batches
 from surge_beam.records import EncoderConfig, SurgeError
 
 DEFAULT_CACHE_BYTES = 64 << 20
-_PADDED_TOKENS = {"cpu": 1024, "cuda": 16384}
+_PADDED_TOKENS = {"cpu": 2048, "cuda": 16384}
 _FATAL = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
@@ -107,7 +107,9 @@ class EncodeWorker:
             self.config = config or EncoderConfig()
             self.encoder = config_or_encoder
             if self.config.require_accelerator and self.encoder.device != "cuda":
-                raise SurgeError(f"this step asks for CUDA; its encoder is on {self.encoder.device}")
+                raise SurgeError(
+                    f"this step asks for CUDA; its encoder is on {self.encoder.device}"
+                )
         self.dimension = self.encoder.dimension
         self.max_padded_tokens = self.config.max_padded_tokens or _PADDED_TOKENS.get(
             self.encoder.device, _PADDED_TOKENS["cuda"]
@@ -274,25 +276,30 @@ class _Run:
 
 
 def shared_worker(
-    config: EncoderConfig, model_handler: Any = None, *, cache_bytes: int = DEFAULT_CACHE_BYTES
+    config: EncoderConfig,
+    model_handler: Any = None,
+    *,
+    key: str = "",
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> EncodeWorker:
     """The process's one worker of a recipe, made when it is first asked for.
 
     Args:
       config: the recipe.
       model_handler: a Beam ModelHandler that takes the place of the recipe's model.
+      key: tells workers of the same recipe apart, where there must be several.
       cache_bytes: as of ``EncodeWorker``.
 
     Raises:
       SurgeError: as ``EncodeWorker``; the next call tries again.
     """
-    key = (config, None if model_handler is None else pickler.dumps(model_handler))
+    known = (config, key, None if model_handler is None else pickler.dumps(model_handler))
     with _workers_lock:
-        worker = _workers.get(key)
+        worker = _workers.get(known)
         if worker is None:
             what = config if model_handler is None else ModelHandlerEncoder(model_handler)
             worker = EncodeWorker(what, cache_bytes=cache_bytes, config=config)
-            _workers[key] = worker
+            _workers[known] = worker
         return worker
 
 
@@ -320,7 +327,7 @@ def is_fatal(error: Exception) -> bool:
     )
 
 
-_workers: dict[tuple[EncoderConfig, bytes | None], EncodeWorker] = {}
+_workers: dict[tuple[EncoderConfig, str, bytes | None], EncodeWorker] = {}
 _workers_lock = threading.Lock()
 
 

@@ -19,6 +19,8 @@ from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.records import DeadLetter, EncoderConfig, SurgeError
+from surge_beam.transforms.files import absolute_model
+from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
 from surge_beam.transforms.read import is_text
 from surge_beam.transforms.superbatch import (
@@ -119,14 +121,14 @@ class Embed(beam.PTransform):
         )
         self._config = _Config(
             encoder=EncoderConfig(
-                model=model,
+                model=absolute_model(model),
                 dtype=dtype,
                 device=device,
                 prompt=prompt,
                 truncate_dim=truncate_dim,
                 max_padded_tokens=max_padded_tokens,
                 dedupe=dedupe,
-                require_accelerator=device == "cuda",
+                require_accelerator=device == "cuda" and model_handler is None,
             ),
             handler=model_handler,
             text_column=text_column,
@@ -269,6 +271,7 @@ class _Encode(beam.DoFn):
         self._encode_ms = Metrics.distribution(NAMESPACE, "superbatch_encode_msec")
 
     def setup(self) -> None:
+        keep_metric_ids_apart()
         self._worker = self._load()
         self._overlap = Overlap(self._prepare, self._encode, self._outputs)
 

@@ -28,8 +28,11 @@ from surge_beam.records import (
     unpack,
 )
 from surge_beam.transforms import manifest
-from surge_beam.transforms.files import Store, list_input
+from surge_beam.transforms.exchange import SCATTER_LIMIT, Bucket, Exchange, spread
+from surge_beam.transforms.files import Store, absolute, absolute_model, list_input
+from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
+from surge_beam.transforms.plan import Planner, SplitPartition, summary_json
 from surge_beam.transforms.read import (
     ReadConfig,
     ReadSegment,
@@ -38,12 +41,12 @@ from surge_beam.transforms.read import (
     record_json,
     write_file_letters,
 )
-from surge_beam.transforms.plan import Planner, SplitPartition, summary_json
+from surge_beam.transforms.superbatch import refuse_dask
 from surge_beam.transforms.write import Committer, EncodedSegment, WriteConfig, publish
 
 NAMESPACE = "surge_beam"
 PLAN = "_surge/plan.json"
-FLOOR_ROWS = 4096
+FLOOR_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,15 +68,22 @@ class EmbedConfig:
     input: str
     output: str
     run: str
-    read: ReadConfig = ReadConfig()
-    encoder: EncoderConfig = EncoderConfig()
-    write: WriteConfig = WriteConfig()
+    read: ReadConfig = dataclasses.field(default_factory=ReadConfig)
+    encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
+    write: WriteConfig = dataclasses.field(default_factory=WriteConfig)
     min_rows: int | None = None
     max_rows: int = 32_768
     max_bytes: int = 64 << 20
     model_handler: Any = None
     accelerator: str = "type:nvidia-l4;count:1;install-nvidia-driver"
     prune: bool = False
+
+    def __post_init__(self) -> None:
+        # a worker's working directory is not the submitter's
+        object.__setattr__(self, "input", absolute(self.input))
+        object.__setattr__(self, "output", absolute(self.output))
+        encoder = dataclasses.replace(self.encoder, model=absolute_model(self.encoder.model))
+        object.__setattr__(self, "encoder", encoder)
 
     def limits(self, model: CostModel | None) -> Limits:
         """The thresholds; with a cost model, B_min = n* / 2.5% within sensible bounds."""
@@ -96,7 +106,8 @@ class EmbedFiles(beam.PTransform):
         super().__init__()
         self._config = config
 
-    def expand(self, pipeline: beam.Pipeline) -> beam.PCollection[dict]:
+    def expand(self, pipeline: beam.pvalue.PBegin) -> beam.PCollection[dict]:
+        refuse_dask(pipeline.pipeline)
         config = self._config
         listed = (
             pipeline
@@ -108,7 +119,10 @@ class EmbedFiles(beam.PTransform):
             | "SpreadFiles" >> beam.Reshuffle()
             | "Scan" >> beam.ParDo(_Scan(config)).with_output_types(bytes)
         )
-        costs = listed.about | "Calibrate" >> on_device(beam.ParDo(_Calibrate(config)), config)
+        calibrate = beam.ParDo(_Calibrate(config))
+        if config.min_rows is None:
+            calibrate = on_device(calibrate, config)
+        costs = listed.about | "Calibrate" >> calibrate
         planned = (
             runs
             | "OneKey" >> beam.WithKeys(0).with_output_types(tuple[int, bytes])
@@ -116,18 +130,29 @@ class EmbedFiles(beam.PTransform):
             | "Plan"
             >> beam.ParDo(
                 _Plan(config), beam.pvalue.AsSingleton(costs), beam.pvalue.AsSingleton(listed.about)
-            ).with_outputs("splits", main="plans")
+            ).with_outputs("splits", "buckets", "tasks", main="plans")
+        )
+        runs_of_buckets = (
+            planned.tasks
+            | "SpreadTasks" >> beam.Reshuffle()
+            | "SortRuns" >> beam.ParDo(_SortRuns(config)).with_output_types(tuple[int, _Run])
+        )
+        merged = (
+            (planned.buckets | "BucketKeys" >> _keyed(int), runs_of_buckets)
+            | "JoinRuns" >> beam.CoGroupByKey()
+            | "Merge" >> beam.ParDo(_Merge(config)).with_output_types(bytes)
         )
         encoded = (
-            planned.plans
+            (planned.plans, merged)
+            | "AllPlans" >> beam.Flatten()
             | "SpreadPlans" >> beam.Reshuffle()
             | "Encode"
             >> on_device(beam.ParDo(_Encode(config)).with_outputs("parts", main="headers"), config)
         )
         _ = (
             (
-                planned.splits | "SplitKeys" >> _keyed(),
-                encoded.parts | "PartKeys" >> _keyed(),
+                planned.splits | "SplitKeys" >> _keyed(str),
+                encoded.parts | "PartKeys" >> _keyed(str),
             )
             | "JoinParts" >> beam.CoGroupByKey()
             | "Publish" >> beam.ParDo(_Publish(config))
@@ -143,9 +168,12 @@ def on_device(transform: beam.PTransform, config: EmbedConfig) -> beam.PTransfor
     return transform.with_resource_hints(accelerator=config.accelerator)
 
 
-def _keyed() -> beam.PTransform:
+_Run = tuple[str, int, int]
+
+
+def _keyed(key: type) -> beam.PTransform:
     """Declares the key type of an output that carries none, so that its coder is deterministic."""
-    return beam.Map(lambda pair: pair).with_output_types(tuple[str, bytes])
+    return beam.Map(lambda pair: pair).with_output_types(tuple[key, bytes])
 
 
 class _List(beam.DoFn):
@@ -177,6 +205,9 @@ class _Calibrate(beam.DoFn):
     def __init__(self, config: EmbedConfig):
         self._config = config
 
+    def setup(self) -> None:
+        keep_metric_ids_apart()
+
     def process(self, about: tuple[int, bytes]) -> Iterator[CostModel | None]:
         if self._config.min_rows is not None:
             yield None
@@ -200,8 +231,9 @@ def _sample_texts(files: list, column: str, count: int = 256) -> list[str]:
             first_contact("verify_row_group", file.url, row_group=0, columns=[column])
             fs, path = filesystem(file.url)
             with fs.open(path, "rb") as handle:
-                batches = pq.ParquetFile(handle).iter_batches(count, row_groups=[0], columns=[column])
-                texts = next(batches).column(0).drop_null().cast(pa.string()).to_pylist()
+                parquet = pq.ParquetFile(handle)
+                batch = next(parquet.iter_batches(count, row_groups=[0], columns=[column]))
+                texts = batch.column(0).drop_null().cast(pa.string()).to_pylist()
             if texts:
                 return texts
         except (UnreadableFileError, pa.ArrowException, OSError, KeyError, StopIteration):
@@ -222,21 +254,70 @@ class _Plan(beam.DoFn):
         store = Store(self._config.output)
         limits = self._config.limits(costs)
         planner = Planner(grouped[1], manifest.load(store))
-        for item in planner.plan(limits):
-            if isinstance(item, SplitPartition):
-                yield beam.pvalue.TaggedOutput("splits", (item.fingerprint, pack(item)))
-            else:
-                yield pack(item)
+        scattered = planner.scattered(limits)
+        plans = self._plans(planner, limits, splits := [])
+        if scattered <= SCATTER_LIMIT:
+            yield from map(pack, plans)
+        else:
+            yield from self._exchange(plans)
+        for split in splits:
+            yield beam.pvalue.TaggedOutput("splits", (split.fingerprint, pack(split)))
         planner.tidy(store, self._config.run, prune=self._config.prune)
         plan = {
             **json.loads(summary_json(planner.summary)),
             **dataclasses.asdict(limits),
             "run": self._config.run,
             "passed_over": about[0],
+            "scattered": round(scattered, 2),
             "tau": costs.tau if costs else None,
             "c": costs.c if costs else None,
         }
         store.put(PLAN, json.dumps(plan, indent=1).encode())
+
+    @staticmethod
+    def _plans(
+        planner: Planner, limits: Limits, splits: list[SplitPartition]
+    ) -> Iterator[SuperBatchPlan]:
+        for item in planner.plan(limits):
+            if isinstance(item, SplitPartition):
+                splits.append(item)
+            else:
+                yield item
+
+    @staticmethod
+    def _exchange(plans: Iterator[SuperBatchPlan]) -> Iterator[Any]:
+        buckets = 0
+        for item in spread(plans):
+            if isinstance(item, Bucket):
+                yield beam.pvalue.TaggedOutput("buckets", (buckets, pack(item)))
+                buckets += 1
+            else:
+                yield beam.pvalue.TaggedOutput("tasks", pack(item))
+
+
+class _SortRuns(beam.DoFn):
+    def __init__(self, config: EmbedConfig):
+        self._config = config
+
+    def setup(self) -> None:
+        store = Store(self._config.output)
+        self._reader = SuperBatchReader(self._config.read, store)
+        self._exchange = Exchange(store, self._reader)
+
+    def process(self, task: bytes) -> Iterator[tuple[int, _Run]]:
+        yield from self._exchange.sort(unpack(task))
+
+    def teardown(self) -> None:
+        self._reader.close()
+
+
+class _Merge(_SortRuns):
+    def process(
+        self, joined: tuple[int, tuple[Iterable[bytes], Iterable[_Run]]]
+    ) -> Iterator[bytes]:
+        _, (buckets, runs) = joined
+        for bucket in buckets:
+            yield from map(pack, self._exchange.merge(unpack(bucket), runs))
 
 
 def load_worker(config: EmbedConfig) -> Any:
@@ -270,6 +351,7 @@ class _Encode(beam.DoFn):
         self._encode_ms = Metrics.distribution(NAMESPACE, "superbatch_encode_msec")
 
     def setup(self) -> None:
+        keep_metric_ids_apart()
         config = self._config
         self._worker = load_worker(config)
         store = Store(config.output)
@@ -368,7 +450,7 @@ class _Encode(beam.DoFn):
             file=source.url,
             row=number,
             partition=read.segment.folder,
-            record=record_json(read.table, row),
+            record=record_json(read.table, row, read.segment),
             attempts=attempts,
         )
 
@@ -455,7 +537,7 @@ class _Publish(beam.DoFn):
 
     def start_bundle(self) -> None:
         self._store = Store(self._config.output)
-        self._parts: dict[str, dict[int, dict]] | None = None
+        self._parts: dict[str, list[dict]] | None = None
 
     def process(self, joined: tuple[str, tuple[Iterable[bytes], Iterable[bytes]]]) -> None:
         fingerprint, (splits, _) = joined
@@ -463,6 +545,6 @@ class _Publish(beam.DoFn):
             split = unpack(data)
             if self._parts is None:
                 self._parts = manifest.parts_under_way(self._store)
-            parts = list(self._parts.get(fingerprint, {}).values())
-            if sum(p["parts"] == split.parts for p in parts) == split.parts == len(parts):
+            parts = [p for p in self._parts.get(fingerprint, []) if p["parts"] == split.parts]
+            if len(parts) == split.parts:
                 publish(self._store, self._config.run, split.folder, fingerprint, parts)

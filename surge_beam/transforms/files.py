@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
 from surge_beam.records import SurgeError
 
@@ -28,7 +29,13 @@ COMPRESSIONS = {
 
 
 def filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL, and the path within it, without a trailing slash."""
+    """The file system of a path or URL, and the path within it, without a trailing slash.
+
+    A path without ``://`` is local as it stands, where fsspec would see a chain in ``a::b``.
+    """
+    if "://" not in url:
+        path = LocalFileSystem._strip_protocol(url)
+        return LocalFileSystem(use_listings_cache=False), path.rstrip("/") or path
     try:
         fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
@@ -36,6 +43,16 @@ def filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     except ValueError as error:
         raise SurgeError(f"cannot open {url}: {error}") from error
     return fs, path.rstrip("/") or path
+
+
+def absolute(url: str) -> str:
+    """A local path from the root, so that every process understands it; a URL as it is."""
+    return url if "://" in url else filesystem(url)[1]
+
+
+def absolute_model(name: str) -> str:
+    """A model's folder here from the root; any other name as it is."""
+    return absolute(name) if os.path.isdir(name) else name
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
@@ -97,12 +114,16 @@ class Listing:
     passed_over: int
 
 
+def _endings(name: str) -> tuple[str, str | None]:
+    stem, extension = posixpath.splitext(name.lower())
+    if extension in COMPRESSIONS:
+        return posixpath.splitext(stem)[1], COMPRESSIONS[extension]
+    return extension, None
+
+
 def classify(name: str) -> tuple[str, str | None]:
     """Format and compression by a file's ending; an unknown format is ``""``."""
-    stem, extension = posixpath.splitext(name.lower())
-    compression = COMPRESSIONS.get(extension)
-    if compression:
-        extension = posixpath.splitext(stem)[1]
+    extension, compression = _endings(name)
     return FORMATS.get(extension, "jsonl" if extension == ".json" else ""), compression
 
 
@@ -145,7 +166,7 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
         name = full[len(root) :].lstrip("/") if root else full.lstrip("/")
         format_, compression = classify(name)
         hidden = any(part[:1] in ("_", ".") for part in name.split("/"))
-        if folder and (hidden or not format_):
+        if folder and (hidden or _endings(name)[0] not in FORMATS):
             passed_over += 1
             continue
         files.append(
@@ -153,7 +174,7 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
                 fs.unstrip_protocol(full) if not is_local(fs) else full,
                 name,
                 int(info.get("size") or 0),
-                _version(info),
+                _version(full, info),
                 format_,
                 compression,
             )
@@ -172,7 +193,11 @@ def _within(fs: fsspec.AbstractFileSystem, root: str, exclude: str) -> str | Non
     return join(root, real[len(base) :]) + "/" if real.startswith(base) else None
 
 
-def _version(info: dict[str, Any]) -> str:
+def _version(full: str, info: dict[str, Any]) -> str:
+    if info.get("islink"):
+        # a link's own time says nothing of the file that it leads to
+        with contextlib.suppress(OSError):
+            return str(os.stat(full).st_mtime)
     for name in ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "updated"):
         if info.get(name) is not None:
             return str(info[name])
@@ -209,6 +234,10 @@ class Store:
 
     def path(self, name: str) -> str:
         return join(self.root, name) if name else self.root
+
+    def url_of(self, name: str) -> str:
+        """What opens a file of the output through fsspec."""
+        return self.path(name) if self.local else str(self.fs.unstrip_protocol(self.path(name)))
 
     def put(self, name: str, data: Any) -> None:
         """Writes bytes-like ``data`` under ``name`` whole or not at all, durably."""

@@ -100,15 +100,30 @@ def _refuse_differences(
     old = {"format_version": before.get("format_version"), **before.get("settings", {})}
     new = {"format_version": FORMAT_VERSION, **json.loads(json.dumps(settings))}
     differences = [
-        f"{name} was {json.dumps(old.get(name))}, now {json.dumps(new.get(name))}"
+        f"{name} was {_shown(old.get(name))}, now {_shown(new.get(name))}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+        if _identity(old.get(name)) != _identity(new.get(name))
     ]
     if differences:
         raise RefusedError(
             f"{store.url} was written with another configuration: {'; '.join(differences)}."
             " Choose another output, or --overwrite to start anew"
         )
+
+
+def named(name: str, identity: str) -> dict[str, str]:
+    """A setting that is compared by its identity and shown by its name."""
+    return {"name": name, "identity": identity}
+
+
+def _identity(value: Any) -> Any:
+    return value["identity"] if isinstance(value, dict) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['name']} ({value['identity'][:8]})"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _holds_other_files(store: Store) -> bool:
@@ -158,23 +173,37 @@ def check_paths(input_: str, output: str) -> None:
         raise RefusedError(f"no such input: {input_}")
 
 
+EXPECTED = frozenset(
+    ["SurgeError", "BadInputError", "RefusedError", "UnreadableFileError", "OSError", "WorkerLost"]
+)
 _RAISED = re.compile(r"surge_beam\.[\w.]+\.(\w+Error): (.*)")
+_LOST = re.compile(r"SDK worker disconnected: worker\[.*\]")
 _FULL = re.compile(rf".*\[Errno (?:{errno.ENOSPC}|{errno.EDQUOT})\].*")
 
 
 def explain(error: BaseException, output: str = "") -> tuple[str, str]:
-    """Kind and text of what ended a pipeline, found in the traceback a runner wraps it in."""
+    """Kind and text of what ended a pipeline, found in the traceback a runner wraps it in.
+
+    A kind that is not in ``EXPECTED`` is a defect, whose traceback a person should see.
+    """
     text = str(error)
-    found = None
-    for found in _RAISED.finditer(text):
-        pass
-    if found is not None:
-        kind, message = found.group(1), found.group(2)
+    raised = _RAISED.findall(text)
+    if raised:
+        kind, message = raised[-1]
     elif type(error).__module__.startswith("surge_beam"):
         kind, message = type(error).__name__, text
     else:
         lines = [x for x in text.splitlines() if x.strip()] or [type(error).__name__]
         kind, message = type(error).__name__, lines[-1]
+    if not raised and (lost := _LOST.search(text)) is not None:
+        kind, message = (
+            "WorkerLost",
+            (
+                "a worker process ended in the middle of its work; killed, or out of memory?"
+                f" Run again to go on ({lost.group()})"
+            ),
+        )
     if (full := _FULL.search(text)) is not None:
-        message = f"the disk is full, of the output {output}: {full.group().strip()}"
+        detail = full.group()[full.group().index("[Errno") :]
+        kind, message = "OSError", f"the disk of the output {output} is full: {detail}"
     return kind, re.sub(r"\s*\[while running .*?\]\s*$", "", message).strip()

@@ -224,7 +224,7 @@ class KeyRuns:
             columns.append((kind, column))
         starts = np.concatenate([[0], np.flatnonzero(np.diff(code)) + 1]) if rows else np.zeros(0)
         starts = starts.astype(np.int64)
-        distinct, first, which = np.unique(code[starts], return_index=True, return_inverse=True)
+        _, first, which = np.unique(code[starts], return_index=True, return_inverse=True)
         partitions = []
         for row in starts[first].tolist():
             values = tuple(

@@ -8,13 +8,17 @@ import posixpath
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from surge_beam.policy.superbatch import Limits, Piece, cut_superbatches
 from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan, unpack
 from surge_beam.transforms import manifest
+from surge_beam.transforms.exchange import scatter
 from surge_beam.transforms.files import Store, digest
-from surge_beam.transforms.read import FILE_LETTERS, FileRuns
+from surge_beam.transforms.read import FILE_LETTERS, SCANS, FileRuns
 from surge_beam.transforms.write import ROW_LETTERS
+
+UNREADABLE = "UnreadableRowGroup"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,8 @@ class PlanSummary:
     partitions_stale: int = 0
     rows_stale: int = 0
     letters_stale: int = 0
+    unreadable_stale: int = 0
+    file_letters_stale: int = 0
     partitions_pruned: int = 0
     superbatches: int = 0
     largest_partition: int = 0
@@ -65,6 +71,7 @@ class Planner:
         self.summary = PlanSummary()
         self._committed = committed
         self._files: list[SourceFile] = []
+        self._sound: set[str] = set()
         self._collect(parts)
 
     def _collect(self, parts: list[FileRuns]) -> None:
@@ -76,6 +83,9 @@ class Planner:
             if not self._files or self._files[-1].name != part.source.name:
                 self._files.append(part.source)
                 self.summary.files += 1
+                self._sound.add(part.source.key)
+            if part.failed or part.dead_letters:
+                self._sound.discard(part.source.key)
             self.summary.files_failed += part.failed
             self.summary.file_letters += part.dead_letters
             index = np.empty(len(part.partitions), np.int64)
@@ -132,16 +142,14 @@ class Planner:
         for batch in whole:
             self.summary.superbatches += 1
             self.summary.rows_planned += sum(p.rows for p in batch)
-            yield self._superbatch(batch, present)
+            yield self._superbatch(batch, present | self._committed.unfinished)
         split: dict[int, int] = {}
         for batch in cut_superbatches(self.rows, self._bytes, limits):
             for piece in batch:
                 if piece.parts > 1 and not done[piece.partition]:
                     split[piece.partition] = piece.parts
         for partition, parts in split.items():
-            yield SplitPartition(
-                self._folders[partition], self._fingerprints[partition], parts
-            )
+            yield SplitPartition(self._folders[partition], self._fingerprints[partition], parts)
 
     def _summarise(self, at: np.ndarray, present: np.ndarray, done: np.ndarray) -> None:
         found = self._committed.table[at[done]]
@@ -152,12 +160,14 @@ class Planner:
         s.rows = int(self.rows.sum())
         s.rows_skipped = int(found["rows"].sum())
         s.letters_skipped = int(found["letters"].sum())
-        s.partitions_emptied = int(((found["rows"] == 0) & (found["letters"] > 0)).sum())
+        lost = found["letters"] + found["unreadable"]
+        s.partitions_emptied = int(((found["rows"] == 0) & (lost > 0)).sum())
         stale = np.ones(len(self._committed.table), bool)
         stale[at[present]] = False
         s.partitions_stale = int(stale.sum())
         s.rows_stale = int(self._committed.table["rows"][stale].sum())
         s.letters_stale = int(self._committed.table["letters"][stale].sum())
+        s.unreadable_stale = int(self._committed.table["unreadable"][stale].sum())
         s.largest_partition = int(self.rows.max(initial=0))
 
     def tidy(self, store: Store, run: str, *, prune: bool) -> None:
@@ -167,9 +177,20 @@ class Planner:
         current = {source.key: source.fingerprint for source in self._files}
         for name in store.names(FILE_LETTERS):
             key, _, fingerprint = name.removesuffix(".parquet").partition("-")
+            path = f"{FILE_LETTERS}/{name}"
             if current.get(key, None if prune else fingerprint) != fingerprint:
-                store.remove(f"{FILE_LETTERS}/{name}")
-        if not prune or not self.summary.partitions_stale:
+                store.remove(path)
+            elif key not in current:
+                self.summary.file_letters_stale += len(letter_errors(store, path))
+            elif key in self._sound and UNREADABLE not in letter_errors(store, path):
+                # the file could not be read once, by no fault of its content
+                store.remove(path)
+        known = set(current.values())
+        for name in store.names(SCANS):
+            # a file that comes back is scanned again, and its dead letters written again
+            if name.partition("-")[0] not in known:
+                store.remove(f"{SCANS}/{name}")
+        if not prune:
             return
         for path in manifest.prune(store, run, set(self._folders)):
             store.remove(path)
@@ -179,16 +200,28 @@ class Planner:
             if path.split("/")[-2] not in known:
                 store.remove(path)
         self.summary.partitions_pruned = self.summary.partitions_stale
-        self.summary.partitions_stale = self.summary.rows_stale = self.summary.letters_stale = 0
+        s = self.summary
+        s.partitions_stale = s.rows_stale = s.letters_stale = s.unreadable_stale = 0
+
+    def scattered(self, limits: Limits) -> float:
+        """How often reading SuperBatch by SuperBatch would decode a row (see ``exchange``)."""
+        batch_of = np.full(len(self._folders), -1, np.int64)
+        for number, batch in enumerate(cut_superbatches(self.rows, self._bytes, limits)):
+            for piece in batch:
+                # a split partition is read in stretches, as a clustered one is
+                batch_of[piece.partition] = number if piece.parts == 1 else -1
+        of_run = batch_of[self._which]
+        used = of_run >= 0
+        return scatter(
+            of_run[used], self._file[used], self._start[used], self._run_rows[used]
+        )
 
     def _is_done(self, piece: Piece, done: np.ndarray) -> bool:
         if done[piece.partition]:
             return True
         if piece.parts == 1:
             return False
-        key = manifest.part_key(
-            self._fingerprints[piece.partition], piece.part, piece.parts
-        )
+        key = manifest.part_key(self._fingerprints[piece.partition], piece.part, piece.parts)
         return key in self._committed.parts
 
     def _recut(self, pieces: list[Piece], limits: Limits) -> list[list[Piece]]:
@@ -234,6 +267,12 @@ class Planner:
             take = min(rows - skip, left)
             yield Slice(place[int(self._file[i])], int(self._start[i]) + skip, take)
             skip, left = 0, left - take
+
+
+def letter_errors(store: Store, name: str) -> list[str]:
+    """The kinds of error in a file of dead letters."""
+    with store.fs.open(store.path(name), "rb") as file:
+        return pq.read_table(file, columns=["error"]).column(0).to_pylist()
 
 
 def summary_json(summary: PlanSummary) -> str:

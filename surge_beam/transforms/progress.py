@@ -45,7 +45,8 @@ class Progress:
             try:
                 self._update()
                 line = self._line()
-            except (OSError, ValueError):
+            except Exception:
+                # a look at the output that fails must not disturb the job
                 continue
             if line:
                 self._stream.write(f"\r\x1b[2K{line}" if self._tty else f"{line}\n")

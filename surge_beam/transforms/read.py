@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,7 @@ from surge_beam.transforms.guard import GuardError, UnreadableFileError, shared_
 from surge_beam.transforms.partitions import KeyRuns, file_folder, hive_values, key_folder
 
 ROW_COLUMN = "__surge_row"
+FILE_COLUMN = "__surge_file"
 STAGING = "_surge/staging"
 SCANS = "_surge/scans"
 FILE_LETTERS = "_surge/dead_letters/files"
@@ -135,12 +137,13 @@ class Scanner:
                 return
         try:
             found = list(self._scan(source))
-        except (UnreadableFileError, SurgeError) as error:
-            if isinstance(error, BadInputError):
-                raise
+        except BadInputError:
+            raise
+        except (SurgeError, pa.ArrowException, ValueError, ArithmeticError) as error:
             self._letter(source, error)
-            empty = np.zeros(0, np.int64)
-            yield pack(FileRuns(source, [], empty, empty, empty, empty, failed=True, dead_letters=1))
+            none = np.zeros(0, np.int64)
+            failed = FileRuns(source, [], none, none, none, none, failed=True, dead_letters=1)
+            yield pack(failed)
             return
         packed = [pack(part) for runs in found for part in _stretches(runs)]
         if source.staged:
@@ -151,10 +154,11 @@ class Scanner:
         return f"{SCANS}/{source.fingerprint}-{self._scan_key}"
 
     def _letter(self, source: SourceFile, error: Exception) -> None:
+        message = error.reason if isinstance(error, UnreadableFileError) else str(error)
         if self.config.fail_on_bad_input:
-            raise BadInputError(f"{source.url}: {error}") from error
+            raise BadInputError(f"{source.url}: {message}") from error
         letter = DeadLetter(
-            stage="read", error=type(error).__name__, message=str(error), file=source.url
+            stage="read", error=type(error).__name__, message=message, file=source.url
         )
         write_file_letters(self.store, source, dead_letter_table([letter]))
 
@@ -169,6 +173,9 @@ class Scanner:
         schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
         hive = hive_values(source.name)
         check_schema(schema, hive, self.config)
+        for name in (ROW_COLUMN, FILE_COLUMN):
+            if name in schema.names and (name, source.staged) != (ROW_COLUMN, True):
+                raise SurgeError(f"the column name {name!r} is reserved")
         group_rows = np.array(about["row_group_rows"], np.int64)
         group_bytes = np.array(about["row_group_bytes"], np.int64)
         if self.config.partition_by:
@@ -262,7 +269,7 @@ def stage(
       URL of the copy, number of bad lines, and which of the text and key columns no row has.
     """
     name = staged_name(source)
-    url = store.fs.unstrip_protocol(store.path(name)) if not store.local else store.path(name)
+    url = store.url_of(name)
     if store.local:
         store._make(store.path(STAGING))
     result = first_contact(
@@ -311,6 +318,8 @@ def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadCon
             raise SurgeError(
                 f"column {name!r} is the output's own; leave it out with keep_columns"
             )
+        if name in hive or name in config.partition_by:
+            raise SurgeError(f"key column {name!r} has the name of a column of the output")
     kind = schema.field(config.text_column).type
     if not is_text(kind) and not pa.types.is_null(kind):
         raise SurgeError(f"column {config.text_column!r} holds {kind}, not text")
@@ -343,8 +352,33 @@ class ReadSegment:
     unreadable: int = 0
 
 
+def _without_views(field: pa.Field) -> pa.Field:
+    """The field with plain text and binary in place of views, of which Arrow cannot take rows."""
+    kind = field.type
+    if pa.types.is_string_view(kind):
+        kind = pa.string()
+    elif pa.types.is_binary_view(kind):
+        kind = pa.binary()
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([_without_views(f) for f in kind.fields])
+    elif pa.types.is_map(kind):
+        kind = pa.map_(_without_views(kind.key_field), _without_views(kind.item_field))
+    elif pa.types.is_fixed_size_list(kind):
+        kind = pa.list_(_without_views(kind.value_field), kind.list_size)
+    elif pa.types.is_large_list(kind):
+        kind = pa.large_list(_without_views(kind.value_field))
+    elif pa.types.is_list(kind):
+        kind = pa.list_(_without_views(kind.value_field))
+    return field if kind == field.type else field.with_type(kind)
+
+
 class _Cursor:
-    """Reads ascending row ranges of one Parquet file, going on from where it stands."""
+    """Reads ascending row ranges of one Parquet file, going on from where it stands.
+
+    Attributes:
+      edges: int64 [G + 1], the first row of each row group, and the file's rows.
+      schema: of the batches that ``read`` yields.
+    """
 
     def __init__(self, url: str, columns: list[str]):
         fs, path = filesystem(url)
@@ -355,20 +389,15 @@ class _Cursor:
             for g in range(self._parquet.num_row_groups)
         ]
         self.edges = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        schema, wanted = self._parquet.schema_arrow.remove_metadata(), set(columns)
         self._columns = columns
+        self.schema = pa.schema([_without_views(field) for field in schema if field.name in wanted])
         self._url = url
         self._verified: dict[int, str | None] = {}
         self._group = -1
         self._at = 0
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._batch: pa.RecordBatch | None = None
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Schema of the batches that ``read`` yields."""
-        schema = self._parquet.schema_arrow.remove_metadata()
-        wanted = set(self._columns)
-        return pa.schema([field for field in schema if field.name in wanted])
 
     def close(self) -> None:
         self._batches, self._batch = iter(()), None
@@ -382,7 +411,7 @@ class _Cursor:
                 first_contact("verify_row_group", self._url, row_group=group, columns=self._columns)
                 self._verified[group] = None
             except UnreadableFileError as error:
-                self._verified[group] = str(error)
+                self._verified[group] = error.reason
         return self._verified[group]
 
     def read(
@@ -402,7 +431,9 @@ class _Cursor:
         while first < len(starts):
             if self._batch is None or starts[first] >= self._at + self._batch.num_rows:
                 self._at += self._batch.num_rows if self._batch is not None else 0
-                self._batch = next(self._batches)
+                # asked for a column "a.b", Parquet gives field b of a column "a" too
+                batch = next(self._batches).select(self.schema.names)
+                self._batch = batch.cast(self.schema)
                 continue
             end = self._at + self._batch.num_rows
             last = int(np.searchsorted(starts, end))
@@ -422,13 +453,34 @@ def _pick(batch: pa.RecordBatch, lo: np.ndarray, hi: np.ndarray) -> pa.RecordBat
     total = int(counts.sum())
     if total == hi[-1] - lo[0] and total * 2 >= batch.num_rows:
         return batch.slice(int(lo[0]), total)
-    return batch.take(pa.array(_ranges(lo, counts)))
+    return batch.take(pa.array(expand_ranges(lo, counts)))
 
 
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def expand_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The numbers of every range ``[start, start + count)``, one after another."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRows:
+    """Rows of one file.
+
+    Attributes:
+      table: their columns.
+      positions: int64 [rows], where they stand in the Parquet file that was read.
+      numbers: int64 [rows], their numbers for a person: rows from 0, lines of text from 1.
+      owner: int64 [rows], owner of the range each is of.
+      lost: int64 [L, 2], rows and owner of what lies in row groups that cannot be decoded.
+      reason: why they cannot.
+    """
+
+    table: pa.Table
+    positions: np.ndarray
+    numbers: np.ndarray
+    owner: np.ndarray
+    lost: np.ndarray
+    reason: str | None
 
 
 class SuperBatchReader:
@@ -457,34 +509,40 @@ class SuperBatchReader:
         broken: dict[int, str] = {}
         for file in np.unique(wanted[:, 0]).tolist():
             ranges = wanted[wanted[:, 0] == file, 1:]
-            table, rows, owner, lost, reason = self._read_file(plan.files[file], ranges)
-            if reason is not None:
-                broken[file] = reason
-                np.add.at(unreadable, lost[:, 1], lost[:, 0])
+            found = self.read_rows(plan.files[file], ranges)
+            table, owner = found.table, found.owner
+            if found.reason is not None:
+                broken[file] = found.reason
+                np.add.at(unreadable, found.lost[:, 1], found.lost[:, 0])
+            if FILE_COLUMN in table.column_names:
+                # a bucket of the exchange: the files it came of follow it in the plan's list
+                files = table.column(FILE_COLUMN).to_numpy() + 1
+                table = table.drop_columns([FILE_COLUMN])
+            else:
+                files = np.full(len(owner), file, np.int64)
+            origin = np.stack([files, found.numbers], axis=1)
             order = np.argsort(owner, kind="stable")
             if not np.array_equal(order, np.arange(len(order))):
-                table, rows, owner = table.take(pa.array(order)), rows[order], owner[order]
-            origin = np.stack([np.full(len(rows), file, np.int64), rows], axis=1)
+                table, origin, owner = table.take(pa.array(order)), origin[order], owner[order]
             edges = np.flatnonzero(np.diff(owner, prepend=-1, append=-1))
             for lo, hi in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
                 pieces[owner[lo]].append((table.slice(lo, hi - lo), origin[lo:hi]))
         segments = []
         for index, segment in enumerate(plan.segments):
             read, origin = self._assemble(segment, pieces[index])
-            segments.append(ReadSegment(segment, read, origin, int(unreadable[index])))
+            lost = int(unreadable[index]) + segment.lost
+            segments.append(ReadSegment(segment, read, origin, lost))
         return segments, broken
 
-    def _read_file(
-        self, source: SourceFile, ranges: np.ndarray
-    ) -> tuple[pa.Table, np.ndarray, np.ndarray, np.ndarray, str | None]:
+    def read_rows(self, source: SourceFile, ranges: np.ndarray) -> FileRows:
         """The rows of ascending ranges of one file.
 
         Args:
-          ranges: int64 [R, 3]: start, rows, segment.
+          ranges: int64 [R, 3]: start, rows, owner.
 
-        Returns:
-          The table; the row's number and segment of each row; rows and segment of what lies in
-          row groups that cannot be decoded, and why.
+        Raises:
+          BadInputError: a row group that cannot be decoded, under ``fail_on_bad_input``.
+          SurgeError: the file has fewer rows than were planned.
         """
         cursor = self._cursor(source)
         ranges = ranges[ranges[:, 1] > 0]
@@ -508,13 +566,14 @@ class SuperBatchReader:
             reason, sound = why, sound & ~here
         lost = np.stack([counts[~sound], owner[~sound]], axis=1)
         table = pa.Table.from_batches(batches, cursor.schema)
-        rows = _ranges(starts[sound], counts[sound])
+        positions = numbers = expand_ranges(starts[sound], counts[sound])
         if ROW_COLUMN in table.column_names:
-            rows = table.column(ROW_COLUMN).to_numpy()
+            numbers = table.column(ROW_COLUMN).to_numpy()
             table = table.drop_columns([ROW_COLUMN])
         if self._config.partition_by:
             table = self._with_hive(table, source)
-        return table, rows, np.repeat(owner[sound], counts[sound]), lost, reason
+        owners = np.repeat(owner[sound], counts[sound])
+        return FileRows(table, positions, numbers, owners, lost, reason)
 
     def close(self) -> None:
         while self._cursors:
@@ -528,9 +587,7 @@ class SuperBatchReader:
                 name = staged_name(source)
                 if not self._store.exists(name):
                     stage(self._store, source, self._config)
-                url = self._store.path(name)
-                if not self._store.local:
-                    url = self._store.fs.unstrip_protocol(url)
+                url = self._store.url_of(name)
             known = _Cursor(url, self._columns(source, url))
         self._cursors[source.fingerprint] = known
         while len(self._cursors) > self.OPEN_FILES:
@@ -543,12 +600,11 @@ class SuperBatchReader:
         config, hive = self._config, hive_values(source.name)
         keep = schema.names if config.keep_columns is None else list(config.keep_columns)
         keys = set(config.partition_by or hive)
-        wanted = [n for n in keep if n in schema.names and n not in keys and n != ROW_COLUMN]
+        ours = (ROW_COLUMN, FILE_COLUMN)
+        wanted = [n for n in keep if n in schema.names and n not in keys and n not in ours]
         if config.text_column not in wanted:
             wanted.append(config.text_column)
-        if source.staged and ROW_COLUMN in schema.names:
-            wanted.append(ROW_COLUMN)
-        return wanted
+        return wanted + [n for n in ours if n in schema.names]
 
     def _assemble(
         self, segment: Segment, pieces: list[tuple[pa.Table, np.ndarray]]
@@ -557,10 +613,7 @@ class SuperBatchReader:
         if not pieces:
             empty = pa.table({self._config.text_column: pa.array([], pa.string())})
             return empty, np.zeros((0, 2), np.int64)
-        try:
-            table = pa.concat_tables([t for t, _ in pieces], promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise SurgeError(f"partition {segment.folder}: its files disagree: {error}") from error
+        table = join_tables([t for t, _ in pieces])
         return table, np.concatenate([origin for _, origin in pieces])
 
     def _with_hive(self, table: pa.Table, source: SourceFile) -> pa.Table:
@@ -583,14 +636,72 @@ def _cut(
     if not len(pieces) or pieces.max() == 1:
         return starts, counts, owner
     which = np.repeat(np.arange(len(starts)), pieces)
-    group = _ranges(np.searchsorted(edges, starts, side="right") - 1, pieces)
+    group = expand_ranges(np.searchsorted(edges, starts, side="right") - 1, pieces)
     lo = np.maximum(starts[which], edges[group])
     hi = np.minimum(stops[which], edges[group + 1])
     some = hi > lo
     return lo[some], (hi - lo)[some], owner[which][some]
 
 
-def record_json(table: pa.Table, row: int) -> str:
-    """A row as JSON, for a dead letter; what JSON lacks becomes text."""
-    record = table.slice(row, 1).to_pylist()[0]
-    return json.dumps(record, ensure_ascii=False, default=str)
+def join_tables(tables: list[pa.Table]) -> pa.Table:
+    """Tables one after another; where the types of a column do not agree, it becomes text."""
+    if (table := _concatenated(tables)) is not None:
+        return table
+    tables = list(tables)
+    for name in dict.fromkeys(n for t in tables for n in t.column_names):
+        holders = [i for i, table in enumerate(tables) if name in table.column_names]
+        if _concatenated([tables[i].select([name]) for i in holders]) is None:
+            for i in holders:
+                at = tables[i].column_names.index(name)
+                tables[i] = tables[i].set_column(at, name, _as_text(tables[i].column(name)))
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _concatenated(tables: list[pa.Table]) -> pa.Table | None:
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        return None
+
+
+def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values as text: what Arrow casts as it does, the rest as JSON."""
+    try:
+        return column.cast(pa.string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        values = (_plain(column, row) for row in range(len(column)))
+        texts = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
+        return pa.chunked_array([pa.array(texts, pa.string())])
+
+
+def record_json(table: pa.Table, row: int, segment: Segment | None = None) -> str:
+    """A row as JSON, for a dead letter, with its partition's keys; what JSON lacks becomes text."""
+    record = {}
+    # only folders of key columns hold a plain equals sign
+    if segment is not None and "=" in segment.folder:
+        record = {name: key["value"] for name, key in json.loads(segment.values).items()}
+    record.update((name, _plain(table.column(name), row)) for name in table.column_names)
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _plain(column: pa.ChunkedArray, row: int) -> Any:
+    """One value as JSON can hold it."""
+    try:
+        return _jsonable(column[row].as_py())
+    except (ValueError, ArithmeticError, pa.ArrowException):
+        # a date that Python cannot hold, a struct with two fields of one name
+        return " ".join(column.slice(row, 1).combine_chunks().to_string().split())
+
+
+def _jsonable(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return str(value)

@@ -31,18 +31,24 @@ def build_report(store: Store, run: str, plan_name: str, began: float, ended: fl
       SurgeError: rows in are not rows out and dead letters: rows were lost.
     """
     plan = read_json(store, plan_name) or {}
-    headers = [h for h, _ in manifest.entries(store, run=run) if "superbatch" in h]
-    committed = manifest.load(store)
-    letters = int(committed.table["letters"].sum()) - plan["letters_stale"] + file_letters(store)
-    rows_out = int(committed.table["rows"].sum()) - plan["rows_stale"]
-    unreadable = _unreadable(store, plan)
-    rows_in = plan["rows"] - unreadable + file_letters(store)
+    if plan.get("run") != run:
+        raise SurgeError(f"run {run} left no plan at {store.url}/{plan_name}")
+    headers, emptied = [], 0
+    for header, lines in manifest.entries(store, run=run):
+        if "superbatch" in header:
+            headers.append(header)
+        emptied += sum("part_key" not in line and _is_emptied(line) for line in lines)
+    committed = manifest.load(store).table
+    of_files = file_letters(store) - plan["file_letters_stale"]
+    letters = int(committed["letters"].sum()) - plan["letters_stale"] + of_files
+    rows_out = int(committed["rows"].sum()) - plan["rows_stale"]
+    unreadable = int(committed["unreadable"].sum()) - plan["unreadable_stale"]
+    rows_in = plan["rows"] - unreadable + of_files
     if rows_in != rows_out + letters:
         raise SurgeError(
             f"{rows_in} rows came in, {rows_out} went out and {letters} are dead letters;"
             f" the sums differ, see {store.url}/_surge/manifest"
         )
-    emptied = sum(h["partitions_emptied"] for h in headers)
     seconds = ended - began
     report: dict[str, Any] = {
         "run": run,
@@ -95,17 +101,9 @@ def file_letters(store: Store) -> int:
     return total
 
 
-def _unreadable(store: Store, plan: dict[str, Any]) -> int:
-    """Rows of the current input that lie in row groups which cannot be decoded."""
-    newest: dict[str, int] = {}
-    for _, lines in manifest.entries(store):
-        for line in lines:
-            key = line["partition"] + (f"#{line['part']}" if "part" in line else "")
-            if line.get("unreadable"):
-                newest[key] = line["unreadable"]
-            elif "part_key" not in line:
-                newest.pop(key, None)
-    return sum(newest.values())
+def _is_emptied(line: dict[str, Any]) -> bool:
+    """Whether a partition has input rows, and none of them could be used."""
+    return not line["rows"] and bool(line["dead_letters"] or line.get("unreadable"))
 
 
 def _costs(plan: dict[str, Any], headers: list[dict]) -> dict[str, Any]:

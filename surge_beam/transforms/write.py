@@ -93,6 +93,9 @@ class Committer:
           SurgeError: the rows of a segment do not add up.
           OSError: the output cannot be written; nothing of the SuperBatch is committed then.
         """
+        manifest.check_run(self.store, self.run)
+        replaced = [s.segment.folder for s in segments if s.segment.replaces]
+        manifest.void(self.store, self.run, name, replaced)
         lines = list(self._pool.map(self._write, segments))
         manifest.write(self.store, self.run, name, header, lines)
 
@@ -106,7 +109,8 @@ class Committer:
                 f" {encoded.unreadable} unreadable rows came of it"
             )
         split = segment.parts > 1
-        folder = f"{PENDING}/{segment.fingerprint}" if split else segment.folder
+        pending = pending_folder(segment.fingerprint, segment.parts)
+        folder = pending if split else segment.folder
         files = []
         if rows:
             table = encoded.table
@@ -137,7 +141,8 @@ class Committer:
             key = manifest.part_key(segment.fingerprint, segment.part, segment.parts)
             return {**line, "part_key": key.hex(), "part": segment.part, "parts": segment.parts}
         if self.store.local or segment.replaces:
-            sweep(self.store, segment.folder, {f["path"] for f in files}, encoded.letters != [])
+            letters = {part_name(0)} if encoded.letters else set()
+            sweep(self.store, segment.folder, {f["path"] for f in files}, letters)
         return line
 
     def _vectors(self, matrix: np.ndarray) -> pa.FixedSizeListArray:
@@ -162,13 +167,12 @@ class Committer:
             self.store.put(f"{folder}/{part_name(encoded.segment.part)}", sink.getvalue())
 
 
-def sweep(store: Store, folder: str, files: set[str], letters: bool, parts: int = 1) -> None:
+def sweep(store: Store, folder: str, files: set[str], letters: set[str]) -> None:
     """Removes what an earlier state of a partition left beside its new files.
 
     Args:
       files: the partition's files now.
-      letters: whether parts below ``parts`` may have dead letters now.
-      parts: in how many parts the partition was encoded.
+      letters: names of its files of dead letters now.
     """
     for name in store.names(folder):
         if f"{folder}/{name}" not in files and is_part(name):
@@ -177,7 +181,7 @@ def sweep(store: Store, folder: str, files: set[str], letters: bool, parts: int 
         store.remove_empty_folders(folder)
     of_letters = letters_folder(folder)
     for name in store.names(of_letters):
-        if not letters or name >= part_name(parts):
+        if name not in letters:
             store.remove(f"{of_letters}/{name}")
     store.remove_empty_folders(of_letters)
 
@@ -197,17 +201,24 @@ def publish(store: Store, run: str, folder: str, fingerprint: str, parts: list[d
             elif xxhash.xxh3_64_hexdigest(store.get_or_none(name) or b"") != file["checksum"]:
                 raise SurgeError(f"{file['path']} is gone; run again with --overwrite")
             files.append({**file, "path": name})
-    letters = any(p["dead_letters"] for p in parts)
-    sweep(store, folder, {f["path"] for f in files}, letters, len(parts))
-    line = {
+    letters = {part_name(p["part"]) for p in parts if p["dead_letters"]}
+    sweep(store, folder, {f["path"] for f in files}, letters)
+    line: dict[str, Any] = {
         "partition": folder,
         "fingerprint": fingerprint,
         "rows": sum(p["rows"] for p in parts),
         "dead_letters": sum(p["dead_letters"] for p in parts),
         "files": files,
     }
+    if unreadable := sum(p.get("unreadable", 0) for p in parts):
+        line["unreadable"] = unreadable
     manifest.write(store, run, f"published-{digest(folder)}", {"published": True}, [line])
-    store.remove_tree(f"{PENDING}/{fingerprint}")
+    store.remove_tree(pending_folder(fingerprint, len(parts)))
+
+
+def pending_folder(fingerprint: str, parts: int) -> str:
+    """Where the parts of a split partition wait; another split of it has a folder of its own."""
+    return f"{PENDING}/{fingerprint}-{parts}"
 
 
 def part_name(part: int) -> str:

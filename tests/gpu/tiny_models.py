@@ -9,8 +9,15 @@ import torch
 import transformers
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules as st_modules
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 TEXTS = [
     "",
@@ -148,9 +155,7 @@ def sentence_model(
     if dense is not None:
         torch.manual_seed(7)
         size, activation, residual = dense
-        layer = st_modules.Dense(
-            width, size, activation_function=activation, use_residual=residual
-        )
+        layer = st_modules.Dense(width, size, activation_function=activation, use_residual=residual)
         parts.append(layer)
     if normalize:
         parts.append(st_modules.Normalize())

@@ -7,6 +7,7 @@ once and forks a process for every job; ``fresh=True`` starts the script itself 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -51,8 +52,8 @@ class Job:
 
     def __init__(self, args: list[str], env: Mapping[str, str], setup: Callable[[], None] | None):
         self.args = args
-        self._files = [tempfile.NamedTemporaryFile(mode="w+", suffix=n) for n in (".out", ".err")]
-        names = [f.name for f in self._files]
+        self._files = tempfile.TemporaryDirectory()
+        names = [os.path.join(self._files.name, n) for n in ("stdout", "stderr")]
         self._process = _FORKS.Process(target=_child, args=(args, dict(env), names, setup))
         self._process.start()
         self.pid = self._process.pid
@@ -75,7 +76,8 @@ class Job:
         return subprocess.CompletedProcess(self.args, self._process.exitcode, *self._read())
 
     def _read(self) -> list[str]:
-        return [Path(f.name).read_text() for f in self._files]
+        files = [Path(self._files.name, n) for n in ("stdout", "stderr")]
+        return [f.read_text() if f.exists() else "" for f in files]
 
 
 _FORKS = multiprocessing.get_context("forkserver")
@@ -89,9 +91,9 @@ def _child(
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for target, name in enumerate(files, 1):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), target)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", closefd=False)
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), target)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
     os.chdir(_ELSEWHERE)
     os.environ.update(env)
     from pipelines import embed_corpus
@@ -175,7 +177,7 @@ def read_output(output: Path) -> dict[str, pa.Table]:
     found: dict[str, list[pa.Table]] = {}
     for path in sorted(output.rglob("*.parquet")):
         name = path.parent.relative_to(output).as_posix()
-        if not name.startswith("_surge"):
+        if not name.startswith("_surge") and path.is_file():
             found.setdefault(name, []).append(pq.ParquetFile(path).read())
     return {name: pa.concat_tables(tables) for name, tables in found.items()}
 
@@ -244,3 +246,34 @@ def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
         about = path.lstat()
         found[str(path.relative_to(folder))] = (about.st_ino, about.st_size, about.st_mtime_ns)
     return found
+
+
+def wait_for_commits(output: Path, count: int, job: Job) -> None:
+    """Returns when that many SuperBatches are committed, or the job has ended."""
+    folder = output / "_surge" / "manifest"
+    while job.poll(0.02) is None:
+        if folder.exists() and sum(1 for _ in folder.glob("*.jsonl")) >= count:
+            return
+
+
+def run_here(*args: object, **options: object) -> int:
+    """Runs a job in this process, which is quicker; returns its exit status."""
+    from pipelines import embed_corpus
+
+    return embed_corpus.main(command(*args, **options)[2:])
+
+
+def quick_job(
+    *args: object, check: bool = True, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """``run_job`` in this process: quicker, for what needs no process of its own."""
+    line = command(*args, **options)[2:]
+    out, err = io.StringIO(), io.StringIO()
+    from pipelines import embed_corpus
+
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = embed_corpus.main(line)
+    done = subprocess.CompletedProcess(line, status, out.getvalue(), err.getvalue())
+    if check:
+        assert status == 0, f"{status}\n{done.stdout}\n{done.stderr}"
+    return done

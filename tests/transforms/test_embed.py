@@ -11,7 +11,7 @@ import pytest
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.testing.util import assert_that
-from apache_beam.transforms.resources import ResourceHint
+from apache_beam.transforms.resources import AcceleratorHint, MinRamHint
 
 from surge_beam import DeadLetter, Embed, EncoderConfig, SurgeError
 from surge_beam.gpu.worker import EncodeWorker
@@ -92,8 +92,8 @@ def test_rows_come_out_as_they_went_in_with_a_vector() -> None:
 
 
 def test_other_kinds_of_rows_become_dicts() -> None:
-    rows = [beam.Row(text="b", number=2), Document("c", 3)]
-    run(rows, rows_are([{"text": "b", "number": 2}, {"text": "c", "number": 3}]))
+    run([beam.Row(text="b", number=2)], rows_are([{"text": "b", "number": 2}]))
+    run([Document("c", 3)], rows_are([{"text": "c", "number": 3}]))
 
 
 def test_batches_come_out_as_batches() -> None:
@@ -225,6 +225,21 @@ def test_empty_input_and_nothing_but_dead_letters() -> None:
     )
 
 
+def test_unbounded_input_is_embedded_across_bundles() -> None:
+    class Unbounded(beam.PTransform):
+        def expand(self, pcoll: beam.PCollection) -> beam.PCollection:
+            out = pcoll | beam.Map(lambda x: x)
+            out.is_bounded = False
+            return out
+
+    def check(found: list[dict[str, Any]]) -> None:
+        rows_are(ROWS)(sorted(found, key=lambda row: row["id"]))
+
+    with beam.Pipeline("FnApiRunner") as p:
+        result = p | beam.Create(ROWS) | Unbounded() | Embed(model="dummy:16", max_delay_secs=1)
+        assert_that(result.rows, check)
+
+
 def test_a_prism_pipeline_gives_the_same(prism_path: str) -> None:
     prism = ("--runner=PrismRunner", f"--prism_location={prism_path}")
 
@@ -252,14 +267,13 @@ def hinted(embed: Embed) -> dict[str, dict[str, bytes]]:
 
 
 def test_only_the_encode_step_has_hints() -> None:
-    urns = {name: kind.urn for name, kind in ResourceHint._name_to_known_hint.items()}
     on_gpu = hinted(Embed())
     assert {name.split("/")[1] for name in on_gpu} == {"Encode"}
     (hints,) = on_gpu.values()
-    assert hints == {urns["accelerator"]: b"type:nvidia-l4;count:1;install-nvidia-driver"}
+    assert hints == {AcceleratorHint.urn: b"type:nvidia-l4;count:1;install-nvidia-driver"}
     for embed in (Embed(device="cpu"), Embed(model_handler=Characters())):
         (hints,) = hinted(embed).values()
-        assert list(hints) == [urns["min_ram"]]
+        assert list(hints) == [MinRamHint.urn]
     assert hinted(Embed(accelerator=None)) == {}
 
 

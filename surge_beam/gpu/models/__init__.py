@@ -9,7 +9,6 @@ from surge_beam.gpu.device import Device
 from surge_beam.gpu.models import bert, modernbert, mpnet, qwen3
 from surge_beam.gpu.models.weights import Weights
 
-
 _FAMILIES: tuple[tuple[Any, Any], ...] = (
     (bert, bert.Bert),
     (mpnet, mpnet.MPNet),

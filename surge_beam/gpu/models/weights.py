@@ -48,11 +48,13 @@ class Weights:
             files = [folder / "model.safetensors"]
         for file in files:
             if not file.is_file():
-                raise SurgeError(f"weights file {file.name} is missing in the model folder {folder}")
+                raise SurgeError(
+                    f"weights file {file.name} is missing in the model folder {folder}"
+                )
         self._where: dict[str, tuple[Any, str]] = {}
         for file in files:
             handle = safe_open(file, framework="pt", device="cpu")
-            for key in handle.keys():
+            for key in list(handle.keys()):
                 self._where[key] = (handle, key)
                 for prefix in prefixes:
                     if key.startswith(prefix):

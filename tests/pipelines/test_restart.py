@@ -1,0 +1,328 @@
+"""Kills, failures and full disks: the next run ends with what an undisturbed one writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.harness import (
+    SLOW,
+    committed,
+    conserved,
+    dead_letters,
+    make_corpus,
+    one_line,
+    quick_job,
+    run_job,
+    same_output,
+    start_job,
+    temporaries,
+    texts,
+    write_rows,
+)
+
+KILLS = int(os.environ.get("SURGE_KILLS", "6"))
+IN_FLIGHT = 3
+LAYOUTS = {
+    "tiny partitions": {"min_rows": 40},
+    "split partitions": {"min_rows": 50, "max_rows": 50},
+    "jsonl and csv": {"min_rows": 50, "partition_by": "owner"},
+}
+
+
+def corpus_of(layout: str, folder: Path) -> Path:
+    rng = random.Random(layout)
+    if layout == "tiny partitions":
+        make_corpus(folder, [rng.choice([1, 2, 5, 30]) for _ in range(60)])
+    elif layout == "split partitions":
+        make_corpus(folder, [rng.choice([20, 130, 260]) for _ in range(5)])
+    else:
+        folder.mkdir(parents=True)
+        for i in range(4):
+            rows = [{"text": t, "owner": rng.choice("abcdefgh")} for t in texts(i, 120)]
+            lines = [json.dumps(row) for row in rows]
+            lines[10] = "not JSON"
+            (folder / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+            with open(folder / f"{i}.csv", "w", newline="") as file:
+                writer = csv.DictWriter(file, ["text", "owner"])
+                writer.writeheader()
+                writer.writerows(rows)
+    if layout != "jsonl and csv":
+        rows = {"text": [None, "a", None, "b"], "id": [1, 2, 3, 4]}
+        write_rows(folder / "service=nulls" / "data.parquet", rows)
+        (folder / "broken.parquet").write_bytes(b"PAR1")
+    return folder
+
+
+def check_end(output: Path, whole: Path) -> None:
+    same_output(output, whole)
+    assert not temporaries(output)
+    assert dead_letters(output).to_pylist() == dead_letters(whole).to_pylist()
+    names = ("rows_in", "rows_out", "dead_letters", "partitions_failed")
+    assert [conserved(output)[n] for n in names] == [conserved(whole)[n] for n in names]
+    twice = [part for part, count in Counter(committed(output)).items() if count > 1]
+    assert not twice
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kill(layout: str, tmp_path: Path) -> None:
+    """Kills at moments spread over what is left of the job, until it is done."""
+    corpus = corpus_of(layout, tmp_path / "in")
+    whole = tmp_path / "whole"
+    options = {**LAYOUTS[layout], "input": corpus}
+    quick_job(output=whole, model=SLOW, **options)
+    rng = random.Random(layout)
+    share = max(1, round(KILLS / len(LAYOUTS)))
+    kills = attempt = 0
+    while kills < share:
+        attempt += 1
+        output = tmp_path / f"out{attempt}"
+        ended = False
+        while kills < share and not ended:
+            ended = killed_run(output, rng, whole, model=SLOW, **options)
+            kills += not ended
+        quick_job(output=output, model=SLOW, **options)
+        check_end(output, whole)
+        shutil.rmtree(output)
+
+
+def killed_run(output: Path, rng: random.Random, whole: Path, **options: object) -> bool:
+    """Kills a job after a random number of changes to its output; True where it ended first."""
+    steps = sum(1 for _ in whole.rglob("*")) + 10
+    wanted = rng.randrange(steps)
+    before = len(committed(output))
+    job = start_job(output=output, **options)
+    seen = known = 0
+    while seen < wanted and job.poll(0.002) is None:
+        now = _changes(output)
+        known, seen = now, seen + (now != known)
+    ended = job.poll() is not None
+    job.kill()
+    if not ended:
+        assert len(committed(output)) >= before
+    return ended
+
+
+def _changes(output: Path) -> int:
+    count = 0
+    for _, folders, files in os.walk(output):
+        count += len(folders) + len(files)
+    return count
+
+
+class _KillAtStep:
+    """Kills the process at the n-th time that it changes a name below the output."""
+
+    METHODS = ("rename", "move", "remove", "remove_tree", "remove_empty_folders")
+
+    def __init__(self, step: int, *, after: bool):
+        self.step, self.after = step, after
+
+    def __call__(self) -> None:
+        import signal
+        import threading
+
+        from surge_beam.transforms.files import Store
+
+        lock = threading.Lock()
+
+        def counted(method: str) -> None:
+            real = getattr(Store, method)
+
+            def replacement(store: Store, *args: str) -> None:
+                with lock:
+                    self.step -= 1
+                    mine = self.step == -1
+                if mine and not self.after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                real(store, *args)
+                if mine:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(Store, method, replacement)
+
+        for method in self.METHODS:
+            counted(method)
+
+
+def test_kill_at_every_step_of_publishing(tmp_path: Path) -> None:
+    """A split partition that replaces a larger one: every rename and removal, before and after."""
+    corpus, output = make_corpus(tmp_path / "in", [170]), tmp_path / "old"
+    options = {"input": corpus, "min_rows": 50, "max_rows": 50}
+    nulls = {"text": [None, *texts("n", 160)], "id": list(range(161))}
+    write_rows(corpus / "service=nulls" / "data.parquet", nulls)
+    quick_job(output=output, **options)
+    make_corpus(corpus, [120])
+    nulls = {"text": [*texts("n", 100), None], "id": list(range(101))}
+    write_rows(corpus / "service=nulls" / "data.parquet", nulls)
+    quick_job(output=tmp_path / "whole", **options)
+    first = last = 0
+    for step in range(0, 1000, 1 if KILLS > 6 else 5):
+        again = tmp_path / "again"
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.copytree(output, again)
+        setup = _KillAtStep(step, after=step % 2 == 1)
+        done = run_job(output=again, **options, check=False, setup=setup)
+        if done.returncode == 0:
+            break
+        last, first = step, first or step
+        assert done.returncode == -9
+        quick_job(output=again, **options)
+        check_end(again, tmp_path / "whole")
+    assert last > 20
+
+
+@pytest.mark.parametrize("operation", ["put", "rename", "remove"])
+def test_every_operation_fails_once(
+    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """One clear line, an exit status, and a next run that ends right; for each step in turn."""
+    from pipelines import embed_corpus
+    from surge_beam.transforms.files import Store
+    from tests.pipelines.harness import command
+
+    corpus = make_corpus(tmp_path / "in", [3, 70])
+    options = {"input": corpus, "min_rows": 50, "max_rows": 50}
+    output = tmp_path / "old"
+    quick_job(output=output, **options)
+    make_corpus(corpus, [4, 65, 5])
+    write_rows(corpus / "service=nulls" / "data.parquet", {"text": [None, "a"], "id": [1, 2]})
+    (corpus / "broken.parquet").write_bytes(b"PAR1")
+    quick_job(output=tmp_path / "whole", **options)
+    real = getattr(Store, operation)
+    step = 0
+    while True:
+        again = tmp_path / "again"
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.copytree(output, again)
+        calls: Iterator[int] = iter(range(1 << 30))
+
+        def fails_once(
+            store: Store, *args: object, calls: Iterator[int] = calls, at: int = step
+        ) -> None:
+            if next(calls) == at:
+                raise OSError(28, os.strerror(28))
+            real(store, *args)
+
+        monkeypatch.setattr(Store, operation, fails_once)
+        line = command(output=again, **options)[2:]
+        status = embed_corpus.main(line)
+        error = capfd.readouterr().err
+        if next(calls) <= step:
+            break
+        assert status == 1, (step, error)
+        assert error.count("\n") == 1, error
+        assert error.startswith("failed: ") and "No space left" in error and str(again) in error
+        monkeypatch.setattr(Store, operation, real)
+        assert embed_corpus.main(line) == 0
+        capfd.readouterr()
+        check_end_of_failure(again, tmp_path / "whole")
+        step += 1
+    assert status == 0
+    assert step > {"put": 10, "rename": 15, "remove": 1}[operation]
+
+
+def check_end_of_failure(output: Path, whole: Path) -> None:
+    same_output(output, whole)
+    assert not temporaries(output)
+    assert dead_letters(output).to_pylist() == dead_letters(whole).to_pylist()
+    conserved(output)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB; skipped where it cannot be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "surge-test", str(folder)]
+    if (
+        os.geteuid()
+        or not shutil.which("mount")
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
+        pytest.skip("a small tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_full_disk(small_disk: Path, tmp_path: Path, kind: str) -> None:
+    corpus = tmp_path / "in"
+    if kind == "parquet":
+        make_corpus(corpus, [400] * 20)
+    else:
+        corpus.mkdir()
+        rng = random.Random(0)
+        rows = [json.dumps({"text": rng.randbytes(2000).hex()}) for _ in range(1500)]
+        (corpus / "a.jsonl").write_text("\n".join(rows))
+    options = {"input": corpus, "model": "dummy:64", "min_rows": 400}
+    line = one_line(quick_job(output=small_disk / "out", **options, check=False))
+    assert line.startswith("failed: ") and "disk is full" in line and str(small_disk) in line
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    quick_job(output=small_disk / "out", **options)
+    quick_job(output=tmp_path / "whole", **options)
+    same_output(small_disk / "out", tmp_path / "whole")
+    conserved(small_disk / "out")
+
+
+@pytest.mark.parametrize("other", [{"max_rows": 100}, {"max_rows": 1000}, {"max_bytes": 700}])
+def test_restart_with_other_limits(tmp_path: Path, other: dict[str, int]) -> None:
+    """Parts of one split must not be mixed with those of another."""
+    corpus, output = make_corpus(tmp_path / "in", [230, 30]), tmp_path / "out"
+    quick_job(input=corpus, output=tmp_path / "whole", min_rows=50, max_rows=50)
+    first = {"input": corpus, "output": output, "min_rows": 50, "max_rows": 50}
+    limits = {"input": corpus, "output": output, "min_rows": 50, **other}
+    for options in (first, limits, first):
+        job = run_job(**options, check=False, setup=_KillAtStep(7, after=True))
+        assert job.returncode == -9
+    quick_job(**limits)
+    assert not temporaries(output)
+    conserved(output)
+    from tests.pipelines.harness import read_output
+
+    left, right = read_output(output), read_output(tmp_path / "whole")
+    assert {n: t.to_pylist() for n, t in left.items()} == {
+        n: t.to_pylist() for n, t in right.items()
+    }
+
+
+def test_parts_whose_input_changed_midway(tmp_path: Path) -> None:
+    corpus, output = make_corpus(tmp_path / "in", [170, 5]), tmp_path / "out"
+    options = {"input": corpus, "output": output, "min_rows": 50, "max_rows": 50}
+    shutil.copytree(corpus, tmp_path / "backup")
+    done = run_job(**options, check=False, setup=_KillAtStep(8, after=True))
+    assert done.returncode == -9
+    make_corpus(corpus, [180, 5])
+    quick_job(**options)
+    assert not temporaries(output)
+    shutil.rmtree(corpus)
+    shutil.copytree(tmp_path / "backup", corpus)
+    quick_job(**options)
+    quick_job(**{**options, "output": tmp_path / "whole"})
+    same_output(output, tmp_path / "whole")
+
+
+def test_a_clock_that_goes_back(tmp_path: Path) -> None:
+    corpus, output = make_corpus(tmp_path / "in", [5, 6]), tmp_path / "out"
+    quick_job(input=corpus, output=output)
+    make_corpus(corpus, [5, 7])
+    run_job(input=corpus, output=output, setup=_yesterday)
+    done = quick_job(input=corpus, output=output)
+    assert "nothing to do" in done.stdout
+    assert conserved(output)["rows_out"] == 12
+
+
+def _yesterday() -> None:
+    import time
+
+    real = time.time
+    time.time = lambda: real() - 86400  # type: ignore[assignment]
