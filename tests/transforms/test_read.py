@@ -73,11 +73,8 @@ def test_every_row_comes_once_and_in_order(files: dict[str, list], group: int) -
                 key = (k or "", "" if n is None else str(n)) if csv else (k, n)
                 wanted.setdefault(key, []).append((texts[i], file, i + first))
         found = read_all(folder, Path(name, "out"), ReadConfig(partition_by=("k", "n")))
-    by_key: dict[str, list] = {}
-    for rows in found.values():
-        for row, file, number in rows:
-            by_key.setdefault(key_of(found, rows), []).append((row["text"], file, number))
-    assert sorted(by_key.values()) == sorted(merged(wanted).values())
+    lists = [[(row["text"], *where) for row, *where in rows] for rows in found.values() if rows]
+    assert sorted(lists) == sorted(merged(wanted).values())
 
 
 def merged(wanted: dict[tuple[Any, Any], list]) -> dict[tuple[Any, Any], list]:
@@ -86,10 +83,6 @@ def merged(wanted: dict[tuple[Any, Any], list]) -> dict[tuple[Any, Any], list]:
     for (k, n), rows in wanted.items():
         out.setdefault((k, n if n is None else str(n)), []).extend(rows)
     return {key: sorted(rows, key=lambda r: (r[1], r[2])) for key, rows in out.items()}
-
-
-def key_of(found: dict[str, list], rows: list) -> str:
-    return next(folder for folder, r in found.items() if r is rows)
 
 
 def write_file(path: Path, texts: list[str], rows: list[tuple[Any, Any]], group: int) -> None:
@@ -226,9 +219,16 @@ def test_keys_that_cannot_be_used(
             read_all(path.parent, tmp_path / "out", strict)
 
 
-@given(st.data())
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("numbers") / "i.parquet"
+    pq.write_table(pa.table({"i": range(read.BATCH_ROWS * 2 + 100)}), path)
+    return path
+
+
+@given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_ranges_of_a_row_group(data: st.DataObject) -> None:
+def test_ranges_of_a_row_group(numbers: Path, data: st.DataObject) -> None:
     """Ascending, disjoint ranges that batches of the reader cut anywhere."""
     rows = read.BATCH_ROWS * 2 + 100
     edges = data.draw(
@@ -242,16 +242,9 @@ def test_ranges_of_a_row_group(data: st.DataObject) -> None:
         ).map(sorted)
     )
     ranges = np.array(edges[: len(edges) // 2 * 2], np.int64).reshape(-1, 2)
-    cursor = read._Cursor(str(_numbers(rows)), ["i"])
+    cursor = read._Cursor(str(numbers), ["i"])
     found = [
         i for b in cursor.read(0, ranges[:, 0], ranges[:, 1]) for i in b.column("i").to_pylist()
     ]
     cursor.close()
     assert found == [i for lo, hi in ranges.tolist() for i in range(lo, hi)]
-
-
-def _numbers(rows: int) -> Path:
-    path = Path(tempfile.gettempdir(), f"surge-numbers-{rows}.parquet")
-    if not path.exists():
-        pq.write_table(pa.table({"i": range(rows)}), path)
-    return path
