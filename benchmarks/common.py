@@ -94,6 +94,21 @@ def _high_water(pid: str) -> int:
     return int(kib[0]) * 1024 if kib else 0
 
 
+def tokenizer(model: str) -> Any:
+    """The tokenizer of a model's folder, cutting texts where the model does; it pads nothing."""
+    from tokenizers import Tokenizer
+
+    from surge_beam.gpu.encoder import model_folder
+    from surge_beam.gpu.folder import read_folder
+
+    folder = read_folder(model_folder(model))
+    backend = Tokenizer.from_file(str(folder.transformer / "tokenizer.json"))
+    backend.no_padding()
+    if folder.max_seq_length:
+        backend.enable_truncation(folder.max_seq_length)
+    return backend
+
+
 def median(values: Iterable[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     return statistics.median(known) if known else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shutil
 import sys
 import tempfile
@@ -36,8 +35,11 @@ from benchmarks.common import (
     show,
     spread,
     table,
+    tokenizer,
 )
 
+MODEL = "all-MiniLM-L6-v2"
+INT8 = "onnxruntime int8"
 COMPARED = 200
 ROW_GROUP = 20_000
 OURS = ("ours float32", "ours float32, no dedupe", "ours bfloat16")
@@ -75,7 +77,7 @@ def methods(bf16: bool) -> dict[str, Method]:
         "RunInference, default batching": Method("run_inference", slow=True),
         "RunInference, 512, sorted": Method("run_inference", {"tuned": True}),
         "MLTransform": Method("ml_transform", slow=True),
-        "onnxruntime int8": Method("onnx_int8"),
+        INT8: Method("onnx_int8"),
     }
 
 
@@ -112,11 +114,13 @@ class Sample:
     about: str
 
 
-def write_sample(corpus: pa.Table, services: list[str], path: Path, label: str) -> Sample:
+def write_sample(
+    corpus: pa.Table, services: list[str], path: Path, label: str, model: str
+) -> Sample:
     part = corpus.filter(pc.is_in(corpus.column("service"), pa.array(services, pa.large_string())))
     pq.write_table(part, path, row_group_size=ROW_GROUP)
     texts = part.column("text").to_pylist()
-    lengths = token_lengths(texts)
+    lengths = token_lengths(texts, model)
     seen = dict(zip(texts, lengths.tolist(), strict=True))
     partitions = part.group_by(["service", "owner"]).aggregate([]).num_rows
     tokens = int(lengths.sum())
@@ -129,22 +133,17 @@ def write_sample(corpus: pa.Table, services: list[str], path: Path, label: str) 
     return Sample(str(path), part.column("row").to_numpy(), tokens, about)
 
 
-def token_lengths(texts: list[str]) -> np.ndarray:
-    from tokenizers import Tokenizer
-
-    from benchmarks.methods import model_path
-
-    tokenizer = Tokenizer.from_file(f"{model_path()}/tokenizer.json")
-    limit = json.loads(Path(model_path(), "sentence_bert_config.json").read_text())
-    tokenizer.enable_truncation(limit["max_seq_length"])
-    tokenizer.no_padding()
+def token_lengths(texts: list[str], model: str) -> np.ndarray:
+    backend = tokenizer(model)
     lengths: list[int] = []
     for at in range(0, len(texts), 4096):
-        lengths += map(len, tokenizer.encode_batch_fast(texts[at : at + 4096]))
+        lengths += map(len, backend.encode_batch_fast(texts[at : at + 4096]))
     return np.array(lengths)
 
 
-def prepare(folder: Path, rows: int | None, slow_rows: int | None) -> tuple[Sample, Sample]:
+def prepare(
+    folder: Path, rows: int | None, slow_rows: int | None, model: str
+) -> tuple[Sample, Sample]:
     """The sample, and the smaller one of the same rows for slow methods."""
     corpus = pq.read_table(shared_data() / "api_docs_by_service" / "docs.parquet")
     corpus = corpus.append_column("row", pa.array(np.arange(corpus.num_rows)))
@@ -159,23 +158,30 @@ def prepare(folder: Path, rows: int | None, slow_rows: int | None) -> tuple[Samp
 
     chosen = narrowed(list(range(len(names))), rows)
     fewer = narrowed(chosen, slow_rows)
-    whole = write_sample(corpus, [names[i] for i in chosen], folder / "sample.parquet", "Sample")
+    whole = write_sample(
+        corpus, [names[i] for i in chosen], folder / "sample.parquet", "Sample", model
+    )
     if fewer == chosen:
         return whole, whole
     small = write_sample(
-        corpus, [names[i] for i in fewer], folder / "slow.parquet", "Sample of slow methods"
+        corpus, [names[i] for i in fewer], folder / "slow.parquet", "Sample of slow methods", model
     )
     return whole, small
 
 
 def measure(
-    chosen: dict[str, Method], whole: Sample, small: Sample, rounds: int, folder: Path, json_: Any
+    chosen: dict[str, Method],
+    model: str,
+    whole: Sample,
+    small: Sample,
+    rounds: int,
+    folder: Path,
+    raw: str | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Figures of every method, one dict a round."""
     compared = small.ids[np.unique(np.linspace(0, len(small.ids) - 1, COMPARED).astype(int))]
-    sample = compared.tolist()
+    common = {"model": model, "sample": compared.tolist()}
     truth = folder / "reference.npy"
-    common = {"sample": sample}
     in_fresh_process(
         "benchmarks.methods:reference", {"path": small.path, "vectors": str(truth), **common}
     )
@@ -206,7 +212,7 @@ def measure(
                 f"round {number + 1}/{rounds}  {name}: {figure['texts_per_second']:.1f} texts/s, "
                 f"{figure['seconds']:.1f} s of {figure['process_seconds']:.1f} s"
             )
-        save(json_, figures)
+        save(raw, figures)
     return figures
 
 
@@ -219,6 +225,11 @@ def ratios(ours: list[dict[str, Any]], peer: list[dict[str, Any]]) -> list[float
     """Ours over the peer, round by round, in tokens a second: samples may differ."""
     pairs = zip(ours, peer, strict=True)
     return [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]
+
+
+def centre(values: list[float]) -> str:
+    """Median, and the range in brackets."""
+    return show(median(values)) + (f" ({spread(values)})" if len(values) > 1 else "")
 
 
 def report(figures: dict[str, list[dict[str, Any]]]) -> str:
@@ -264,6 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--slow_rows", type=number, default=1000, help="the same for slow methods")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--methods", help="parts of names, comma between; default all")
+    p.add_argument("--model", default=MODEL, help="a sentence-transformers name or folder")
     p.add_argument("--quick", action="store_true", help="a first look, in 3 to 4 minutes")
     p.add_argument("--json", help="file for the raw figures")
     p.add_argument("--list", action="store_true", help="name the methods and end")
@@ -272,6 +284,9 @@ def main(argv: list[str] | None = None) -> int:
         vars(args).update(QUICK)
     about = machine()
     chosen = methods(about["bf16"])
+    if args.model != MODEL:
+        # the int8 file is of that model alone
+        del chosen[INT8]
     if args.methods:
         wanted = args.methods.split(";" if ";" in args.methods else ",")
         chosen = {n: m for n, m in chosen.items() if any(w.strip() in n for w in wanted)}
@@ -281,10 +296,10 @@ def main(argv: list[str] | None = None) -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="embed-", dir=WORK))
     try:
-        whole, small = prepare(folder, args.rows, args.slow_rows)
+        whole, small = prepare(folder, args.rows, args.slow_rows, args.model)
         say(f"{whole.about}\n{small.about}")
         raw = f"{args.json}.partial" if args.json else None
-        figures = measure(chosen, whole, small, args.rounds, folder, raw)
+        figures = measure(chosen, args.model, whole, small, args.rounds, folder, raw)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     samples = [whole.about] + ([small.about] if small is not whole else [])

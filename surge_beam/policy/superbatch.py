@@ -35,7 +35,7 @@ class Limits:
     def __post_init__(self) -> None:
         if not 1 <= self.min_rows <= self.max_rows:
             raise ValueError(
-                f"min_rows must be at least 1 and at most max_rows: {self.min_rows}, {self.max_rows}"
+                f"min_rows must be from 1 to max_rows ({self.max_rows}), not {self.min_rows}"
             )
         if self.max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1: {self.max_bytes}")
@@ -60,9 +60,7 @@ def cut_superbatches(rows: np.ndarray, nbytes: np.ndarray, limits: Limits) -> li
     for index, (n, size) in enumerate(zip(rows.tolist(), nbytes.tolist(), strict=True)):
         oversize = n > limits.max_rows or size > limits.max_bytes
         if open_batch and (
-            oversize
-            or open_rows + n > limits.max_rows
-            or open_bytes + size > limits.max_bytes
+            oversize or open_rows + n > limits.max_rows or open_bytes + size > limits.max_bytes
         ):
             batches.append(open_batch)
             open_batch, open_rows, open_bytes = [], 0, 0

@@ -28,7 +28,7 @@ from surge_beam.records import (
     unpack,
 )
 from surge_beam.transforms import manifest
-from surge_beam.transforms.exchange import SCATTER_LIMIT, Bucket, Exchange, spread
+from surge_beam.transforms.exchange import SCATTER_LIMIT, Bucket, Exchange, spread, stretch
 from surge_beam.transforms.files import Store, absolute, absolute_model, list_input
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
@@ -138,7 +138,7 @@ class EmbedFiles(beam.PTransform):
             | "SortRuns" >> beam.ParDo(_SortRuns(config)).with_output_types(tuple[int, _Run])
         )
         merged = (
-            (planned.buckets | "BucketKeys" >> _keyed(int), runs_of_buckets)
+            (planned.buckets | "BucketKeys" >> _keyed(tuple[int, bytes]), runs_of_buckets)
             | "JoinRuns" >> beam.CoGroupByKey()
             | "Merge" >> beam.ParDo(_Merge(config)).with_output_types(bytes)
         )
@@ -151,8 +151,8 @@ class EmbedFiles(beam.PTransform):
         )
         _ = (
             (
-                planned.splits | "SplitKeys" >> _keyed(str),
-                encoded.parts | "PartKeys" >> _keyed(str),
+                planned.splits | "SplitKeys" >> _keyed(tuple[str, bytes]),
+                encoded.parts | "PartKeys" >> _keyed(tuple[str, bytes]),
             )
             | "JoinParts" >> beam.CoGroupByKey()
             | "Publish" >> beam.ParDo(_Publish(config))
@@ -171,9 +171,9 @@ def on_device(transform: beam.PTransform, config: EmbedConfig) -> beam.PTransfor
 _Run = tuple[str, int, int]
 
 
-def _keyed(key: type) -> beam.PTransform:
-    """Declares the key type of an output that carries none, so that its coder is deterministic."""
-    return beam.Map(lambda pair: pair).with_output_types(tuple[key, bytes])
+def _keyed(pairs: Any) -> beam.PTransform:
+    """Declares the types of an output that carries none, so that its key coder is deterministic."""
+    return beam.Map(lambda pair: pair).with_output_types(pairs)
 
 
 class _List(beam.DoFn):
@@ -255,11 +255,12 @@ class _Plan(beam.DoFn):
         limits = self._config.limits(costs)
         planner = Planner(grouped[1], manifest.load(store))
         scattered = planner.scattered(limits)
-        plans = self._plans(planner, limits, splits := [])
+        splits: list[SplitPartition] = []
+        plans = self._plans(planner, limits, splits)
         if scattered <= SCATTER_LIMIT:
             yield from map(pack, plans)
         else:
-            yield from self._exchange(plans)
+            yield from self._exchange(plans, stretch(planner.bytes_per_row))
         for split in splits:
             yield beam.pvalue.TaggedOutput("splits", (split.fingerprint, pack(split)))
         planner.tidy(store, self._config.run, prune=self._config.prune)
@@ -285,9 +286,9 @@ class _Plan(beam.DoFn):
                 yield item
 
     @staticmethod
-    def _exchange(plans: Iterator[SuperBatchPlan]) -> Iterator[Any]:
+    def _exchange(plans: Iterator[SuperBatchPlan], stretch_rows: int) -> Iterator[Any]:
         buckets = 0
-        for item in spread(plans):
+        for item in spread(plans, stretch_rows=stretch_rows):
             if isinstance(item, Bucket):
                 yield beam.pvalue.TaggedOutput("buckets", (buckets, pack(item)))
                 buckets += 1
@@ -295,7 +296,9 @@ class _Plan(beam.DoFn):
                 yield beam.pvalue.TaggedOutput("tasks", pack(item))
 
 
-class _SortRuns(beam.DoFn):
+class _Exchanging(beam.DoFn):
+    """Opens what both sides of the exchange work with."""
+
     def __init__(self, config: EmbedConfig):
         self._config = config
 
@@ -304,14 +307,16 @@ class _SortRuns(beam.DoFn):
         self._reader = SuperBatchReader(self._config.read, store)
         self._exchange = Exchange(store, self._reader)
 
-    def process(self, task: bytes) -> Iterator[tuple[int, _Run]]:
-        yield from self._exchange.sort(unpack(task))
-
     def teardown(self) -> None:
         self._reader.close()
 
 
-class _Merge(_SortRuns):
+class _SortRuns(_Exchanging):
+    def process(self, task: bytes) -> Iterator[tuple[int, _Run]]:
+        yield from self._exchange.sort(unpack(task))
+
+
+class _Merge(_Exchanging):
     def process(
         self, joined: tuple[int, tuple[Iterable[bytes], Iterable[_Run]]]
     ) -> Iterator[bytes]:

@@ -39,8 +39,9 @@ from surge_beam.transforms.read import (
 
 # decoding a row this many times costs about as much as writing and reading it once more
 SCATTER_LIMIT = 8.0
-RUN_ROWS = 65_536
-BUCKET_ROWS = 65_536
+# of a run and of a bucket, each held in memory once or twice while it is made
+STRETCH_ROWS = 65_536
+STRETCH_BYTES = 64 << 20
 ROW_GROUP_ROWS = 8_192
 PLACE_COLUMN = "__surge_place"
 SOURCE_KEY = b"surge.source"
@@ -70,9 +71,7 @@ class Bucket:
         return digest(*[plan.id for plan in self.plans])
 
 
-def scatter(
-    superbatch: np.ndarray, file: np.ndarray, start: np.ndarray, rows: np.ndarray
-) -> float:
+def scatter(superbatch: np.ndarray, file: np.ndarray, start: np.ndarray, rows: np.ndarray) -> float:
     """How often a row would be decoded if every SuperBatch read its span of every file.
 
     Args:
@@ -89,15 +88,26 @@ def scatter(
     return float(spans.sum() / max(1, rows.sum()))
 
 
-def spread(plans: Iterable[SuperBatchPlan]) -> Iterator[Bucket | SortTask]:
-    """Buckets of the plans, in order, then the tasks that fill them."""
+def stretch(bytes_per_row: float) -> int:
+    """Rows of a run or a bucket: as many as stay within both limits."""
+    return int(min(STRETCH_ROWS, max(1, STRETCH_BYTES / max(1.0, bytes_per_row))))
+
+
+def spread(
+    plans: Iterable[SuperBatchPlan], *, stretch_rows: int = STRETCH_ROWS
+) -> Iterator[Bucket | SortTask]:
+    """Buckets of the plans, in order, then the tasks that fill them.
+
+    Args:
+      stretch_rows: a bucket closes when it has reached so many rows, and a run before.
+    """
     ranges: dict[str, list[np.ndarray]] = {}
     sources: dict[str, SourceFile] = {}
     waiting: list[SuperBatchPlan] = []
     number = 0
     for plan in plans:
         waiting.append(plan)
-        if sum(p.rows for p in waiting) >= BUCKET_ROWS:
+        if sum(p.rows for p in waiting) >= stretch_rows:
             yield _bucket(number, waiting, ranges, sources)
             waiting, number = [], number + 1
     if waiting:
@@ -106,7 +116,7 @@ def spread(plans: Iterable[SuperBatchPlan]) -> Iterator[Bucket | SortTask]:
         table = np.concatenate(ranges.pop(name))
         table = table[np.argsort(table[:, 0], kind="stable")]
         upto = np.cumsum(table[:, 1])
-        edges = np.unique(np.searchsorted(upto, np.arange(RUN_ROWS, upto[-1], RUN_ROWS)))
+        edges = np.unique(np.searchsorted(upto, np.arange(stretch_rows, upto[-1], stretch_rows)))
         for piece in np.split(table, edges):
             if len(piece):
                 yield SortTask(sources[name], piece)
@@ -118,17 +128,17 @@ def _bucket(
     ranges: dict[str, list[np.ndarray]],
     sources: dict[str, SourceFile],
 ) -> Bucket:
-    place, found = 0, []
+    place = 0
+    found: dict[str, list[tuple[int, int, int, int]]] = {}
     for plan in plans:
         for segment in plan.segments:
             for x in segment.slices:
                 source = plan.files[x.file]
                 sources[source.name] = source
-                found.append((source.name, x.start, x.rows, number, place))
+                found.setdefault(source.name, []).append((x.start, x.rows, number, place))
                 place += x.rows
-    for name in {f[0] for f in found}:
-        own = np.array([f[1:] for f in found if f[0] == name], np.int64)
-        ranges.setdefault(name, []).append(own)
+    for name, own in found.items():
+        ranges.setdefault(name, []).append(np.array(own, np.int64))
     return Bucket(tuple(plans))
 
 

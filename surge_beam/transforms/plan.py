@@ -203,6 +203,11 @@ class Planner:
         s = self.summary
         s.partitions_stale = s.rows_stale = s.letters_stale = s.unreadable_stale = 0
 
+    @property
+    def bytes_per_row(self) -> float:
+        """Mean input bytes of a row, as the footers tell."""
+        return float(self._bytes.sum() / max(1, self.rows.sum()))
+
     def scattered(self, limits: Limits) -> float:
         """How often reading SuperBatch by SuperBatch would decode a row (see ``exchange``)."""
         batch_of = np.full(len(self._folders), -1, np.int64)
@@ -212,9 +217,7 @@ class Planner:
                 batch_of[piece.partition] = number if piece.parts == 1 else -1
         of_run = batch_of[self._which]
         used = of_run >= 0
-        return scatter(
-            of_run[used], self._file[used], self._start[used], self._run_rows[used]
-        )
+        return scatter(of_run[used], self._file[used], self._start[used], self._run_rows[used])
 
     def _is_done(self, piece: Piece, done: np.ndarray) -> bool:
         if done[piece.partition]:

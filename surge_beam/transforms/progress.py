@@ -58,7 +58,8 @@ class Progress:
                 continue
             header = json.loads(self._store.get(f"{FOLDER}/{name}").split(b"\n", 1)[0])
             self._seen.add(name)
-            self._rows += header.get("rows", 0) + header.get("dead_letters", 0)
+            done = ("rows", "dead_letters", "unreadable")
+            self._rows += sum(header.get(name, 0) for name in done)
             self._letters += header.get("dead_letters", 0)
             self._partitions += header.get("partitions", 0)
             self._tokens += header.get("tokens", 0)

@@ -260,9 +260,7 @@ def write_file_letters(store: Store, source: SourceFile, table: pa.Table) -> Non
     store.put(f"{FILE_LETTERS}/{source.key}-{source.fingerprint}.parquet", sink.getvalue())
 
 
-def stage(
-    store: Store, source: SourceFile, config: ReadConfig
-) -> tuple[str, int, tuple[str, ...]]:
+def stage(store: Store, source: SourceFile, config: ReadConfig) -> tuple[str, int, tuple[str, ...]]:
     """Converts a text or compressed file to Parquet, and its bad lines to dead letters.
 
     Returns:
@@ -315,9 +313,7 @@ def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadCon
         raise SurgeError(f"column {twice[0]!r} occurs more than once")
     for name in config.added_columns:
         if name in names and (config.keep_columns is None or name in config.keep_columns):
-            raise SurgeError(
-                f"column {name!r} is the output's own; leave it out with keep_columns"
-            )
+            raise SurgeError(f"column {name!r} is the output's own; leave it out with keep_columns")
         if name in hive or name in config.partition_by:
             raise SurgeError(f"key column {name!r} has the name of a column of the output")
     kind = schema.field(config.text_column).type
@@ -414,9 +410,7 @@ class _Cursor:
                 self._verified[group] = error.reason
         return self._verified[group]
 
-    def read(
-        self, group: int, starts: np.ndarray, stops: np.ndarray
-    ) -> Iterator[pa.RecordBatch]:
+    def read(self, group: int, starts: np.ndarray, stops: np.ndarray) -> Iterator[pa.RecordBatch]:
         """Rows of ascending, disjoint ranges ``[start, stop)`` of the file, in one row group."""
         if group != self._group or starts[0] < self._at:
             self._group, self._at = group, int(self.edges[group])
@@ -554,7 +548,8 @@ class SuperBatchReader:
             )
         starts, counts, owner = _cut(cursor.edges, starts, counts, owner)
         group = np.searchsorted(cursor.edges, starts, side="right") - 1
-        batches, sound, reason = [], np.ones(len(starts), bool), None
+        batches: list[pa.RecordBatch] = []
+        sound, reason = np.ones(len(starts), bool), None
         for number in np.unique(group).tolist():
             here = group == number
             why = cursor.unsound(number)

@@ -565,13 +565,15 @@ h3 { font-size: 1rem; margin: 0 0 .3rem; } p { margin: .3rem 0; }
 .tile { padding: .6rem .8rem; } .tile b { display: block; font-size: 1.35rem; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr));
   gap: .9rem; }
-figure { margin: 0; padding: .8rem; break-inside: avoid; } figure.wide { grid-column: 1 / -1; }
+figure { margin: 0; padding: .8rem; break-inside: avoid; }
+figure.wide { grid-column: 1 / -1; overflow-x: auto; } figure.wide svg { min-width: 36rem; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-family: system-ui, sans-serif !important; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; overflow-wrap: anywhere; } th { font-weight: 600; }
-tr { break-inside: avoid; } td.number, th.number { text-align: right;
+tr { break-inside: avoid; } td.short, th.short { white-space: nowrap; }
+td.number, th.number { text-align: right;
   font-variant-numeric: tabular-nums; overflow-wrap: normal; white-space: nowrap; }
 .columns { columns: 24rem; column-gap: 2.5rem; }
 .columns table { break-inside: avoid; margin-bottom: 1rem; }
@@ -643,6 +645,7 @@ def render(
                     for x in letters
                 ],
                 numbers=(4,),
+                short=(0,),
             ),
         ]
     return (
@@ -777,12 +780,18 @@ def _text(value: Any) -> str:
 
 
 def _table(
-    head: tuple[str, ...], rows: Iterable[tuple[Any, ...]], numbers: tuple[int, ...] = ()
+    head: tuple[str, ...],
+    rows: Iterable[tuple[Any, ...]],
+    *,
+    numbers: tuple[int, ...] = (),
+    short: tuple[int, ...] = (),
 ) -> str:
+    """A table; columns in ``numbers`` stand to the right, those in ``short`` do not wrap."""
+    kinds = {**dict.fromkeys(short, ' class="short"'), **dict.fromkeys(numbers, ' class="number"')}
+
     def cells(tag: str, values: tuple[Any, ...]) -> str:
-        kinds = [' class="number"' if i in numbers else "" for i in range(len(values))]
         return "".join(
-            f"<{tag}{kind}>{value}</{tag}>" for kind, value in zip(kinds, values, strict=True)
+            f"<{tag}{kinds.get(i, '')}>{value}</{tag}>" for i, value in enumerate(values)
         )
 
     lines = [f"<tr>{cells('td', tuple(map(_text, row)))}</tr>" for row in rows]

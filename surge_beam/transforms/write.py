@@ -203,7 +203,7 @@ def publish(store: Store, run: str, folder: str, fingerprint: str, parts: list[d
             files.append({**file, "path": name})
     letters = {part_name(p["part"]) for p in parts if p["dead_letters"]}
     sweep(store, folder, {f["path"] for f in files}, letters)
-    line: dict[str, Any] = {
+    whole: dict[str, Any] = {
         "partition": folder,
         "fingerprint": fingerprint,
         "rows": sum(p["rows"] for p in parts),
@@ -211,8 +211,8 @@ def publish(store: Store, run: str, folder: str, fingerprint: str, parts: list[d
         "files": files,
     }
     if unreadable := sum(p.get("unreadable", 0) for p in parts):
-        line["unreadable"] = unreadable
-    manifest.write(store, run, f"published-{digest(folder)}", {"published": True}, [line])
+        whole["unreadable"] = unreadable
+    manifest.write(store, run, f"published-{digest(folder)}", {"published": True}, [whole])
     store.remove_tree(pending_folder(fingerprint, len(parts)))
 
 

@@ -114,11 +114,11 @@ def test_out_of_memory_halves_and_remembers():
     texts = [f"{n:08d}" for n in range(100)]
     encoded = run(worker, texts)
     assert np.array_equal(encoded.matrix, plain(texts)) and not encoded.failures
-    assert encoded.stats.oom_ceiling == {4: 4 * 12}
+    assert encoded.stats.oom_ceiling == {4: 4 * 6}
     encoder.calls.clear()
     again = run(worker, texts)
     assert not again.failures
-    assert max(rows for _, rows in encoder.calls) <= 12
+    assert max(rows for _, rows in encoder.calls) == 6
     assert again.stats.oom_ceiling == encoded.stats.oom_ceiling
 
 

@@ -61,9 +61,7 @@ def by_value(values: list[str | None], tmp_path_factory: pytest.TempPathFactory)
     # every value again, in another order and file
     write_rows(root / "in" / "b.parquet", {n: column[::-1] for n, column in rows.items()})
     assert run_here(input=root / "in", output=root / "out", partition_by="k") == 0
-    assert set(listing(root)) == {
-        name for name in listing(root) if name.split("/")[0] in (".", "in", "out")
-    }
+    assert {path.name for path in root.iterdir()} == {"in", "out"}
     return root / "out"
 
 
@@ -196,11 +194,7 @@ def test_typed_values(tmp_path: Path) -> None:
             value = exact[folder]["k"]
             found.setdefault(text.split()[0], {})[text] = (value["type"], value["value"])
         assert exact[folder]["t"] == {"type": "string", "value": text.split()[0]}
-    assert {n: list(v.values()) for n, v in sorted(found.items()) if n != "lines"} == {
-        n: [v for _, v in sorted(zip([f"{n} {i}" for i in range(3)], values, strict=True))]
-        for n, values in sorted(wanted.items())
-        if n != "lines"
-    } or sorted(found) == sorted(wanted)
+    assert found.keys() == wanted.keys()
     for name, values in wanted.items():
         got = found[name]
         assert [got[f"{name} {i}"] for i in range(len(values))] == values, name
@@ -208,9 +202,7 @@ def test_typed_values(tmp_path: Path) -> None:
     conserved(out)
     # readers that are told the types give them back
     for name, kind in {"int": pa.int64(), "date": pa.date32(), "bool": pa.bool_()}.items():
-        dataset = ds.dataset(
-            out / f"t={name}", partitioning=hive(out, k=kind), format="parquet"
-        )
+        dataset = ds.dataset(out / f"t={name}", partitioning=hive(out, k=kind), format="parquet")
         assert dataset.to_table().sort_by("text")["k"].to_pylist() == TYPES[name][0].to_pylist()
     rows = duckdb.sql(
         f"select text, k from read_parquet('{out}/t=ns/*/*.parquet', hive_partitioning=true,"

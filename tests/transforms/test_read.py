@@ -130,11 +130,11 @@ def test_columns_are_those_asked_for(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     rows = {"text": ["t"], "k": ["a"], "x": [1], "x.y": [2], "y": [{"x": 1, "text": 3}]}
     pq.write_table(pa.table(rows), folder / "a.parquet")
-    columns = lambda **config: [  # noqa: E731
-        list(row)
-        for rows in read_all(tmp_path / "in", tmp_path / "out", ReadConfig(**config)).values()
-        for row, _, _ in rows
-    ][0]
+
+    def columns(**config: tuple[str, ...]) -> list[str]:
+        (rows,) = read_all(tmp_path / "in", tmp_path / "out", ReadConfig(**config)).values()
+        return list(rows[0][0])
+
     assert columns() == ["text", "k", "x", "x.y", "y"]
     assert columns(partition_by=("k",)) == ["text", "x", "x.y", "y", "h"]
     assert columns(partition_by=("h", "k")) == ["text", "x", "x.y", "y"]

@@ -96,8 +96,8 @@ class _Layer:
 
     def __call__(self, x: Tensor, batch: PackedBatch) -> Tensor:
         model, shape = self.model, (self.model.width,)
-        qkv = self.qkv(x).view(len(x), 3, model.heads, -1)
-        mixed = attend(*qkv.unbind(1), batch)
+        query, key, value = self.qkv(x).view(len(x), 3, model.heads, -1).unbind(1)
+        mixed = attend(query, key, value, batch)
         x = F.layer_norm(self.out.add(mixed, x), shape, *self.attention_norm, model.eps)
         y = self.down.add(self.up.activated(x, model.activation), x)
         return F.layer_norm(y, shape, *self.norm, model.eps)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PACK_ROWS = 1024
-_PACKED = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
 
 
 def packing_available() -> bool:
@@ -20,7 +19,7 @@ def packing_available() -> bool:
 
 
 class Linear:
-    """``x W^T + b`` for x of shape [T, in_features], with what follows it fused where it can be.
+    """``x W^T + b`` for x of shape [T, in_features], on packed weights where they help.
 
     On a CPU the weight is kept only in oneDNN's packed layout; elsewhere it stays as it is.
 
@@ -42,7 +41,9 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] to [T, out_features]."""
         if self.packed:
-            return _PACKED.default(x, self.weight, self.bias, "none", [], "none")
+            return torch.ops.mkldnn._linear_pointwise.default(
+                x, self.weight, self.bias, "none", [], "none"
+            )
         return F.linear(x, self.weight, self.bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
