@@ -19,6 +19,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "out" / "benchmarks"
+WARM_UP = [f"warm up with sentence {i} of about a dozen words, as usual" for i in range(64)]
 _SERVE = "from benchmarks.common import serve; serve()"
 _INHERITED_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
@@ -29,6 +30,11 @@ def shared_data() -> Path:
     if not folder.is_dir():
         raise SystemExit(f"no shared data at {folder}; SURGE_SHARED names the folder with data/")
     return folder
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def in_fresh_process(target: str, params: dict[str, Any], *, timeout: float = 7200) -> Any:
@@ -159,7 +165,7 @@ def machine() -> dict[str, Any]:
             versions[package] = None
     return {
         "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "bf16": bool(flags & {"avx512_bf16", "amx_bf16"}),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),

@@ -38,25 +38,26 @@ from benchmarks.common import (
     tokenizer,
 )
 
+KEYS = ("service", "owner")
 MODEL = "all-MiniLM-L6-v2"
 INT8 = "onnxruntime int8"
 COMPARED = 200
 ROW_GROUP = 20_000
 OURS = ("ours float32", "ours float32, no dedupe", "ours bfloat16")
-QUICK = {"rows": 1000, "slow_rows": 250, "rounds": 1}
+QUICK = {"rows": 500, "slow_rows": 150, "slowest_rows": 30, "rounds": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
     """Attributes:
-    function: its name in ``benchmarks.methods``.
+    target: the function that a fresh process calls.
     params: what it is called with besides the input.
-    slow: takes the smaller sample.
+    size: ``whole``, ``slow`` or ``slowest``: the sample it takes.
     """
 
-    function: str
+    target: str
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
-    slow: bool = False
+    size: str = "whole"
 
 
 def methods(bf16: bool) -> dict[str, Method]:
@@ -66,18 +67,19 @@ def methods(bf16: bool) -> dict[str, Method]:
         OURS[1]: ["--dtype=float32", "--no-dedupe"],
         OURS[2]: ["--dtype=bfloat16"],
     }
+    job, peers, beam = "benchmarks.ours:job", "benchmarks.peers:", "benchmarks.beam_peers:"
+    st = f"{peers}sentence_transformers"
+    bf16_size = "whole" if bf16 else "slowest"
     return {
-        **{name: Method("ours", {"flags": flags}) for name, flags in ours.items()},
-        "PBP: a call a partition": Method("one_call_per_partition", slow=True),
-        "FB: fixed batches of 100K": Method("fixed_batches"),
-        "sentence-transformers float32": Method("sentence_transformers"),
-        "sentence-transformers bfloat16": Method(
-            "sentence_transformers", {"dtype": "bfloat16"}, slow=not bf16
-        ),
-        "RunInference, default batching": Method("run_inference", slow=True),
-        "RunInference, 512, sorted": Method("run_inference", {"tuned": True}),
-        "MLTransform": Method("ml_transform", slow=True),
-        INT8: Method("onnx_int8"),
+        **{name: Method(job, {"flags": flags, "keys": KEYS}) for name, flags in ours.items()},
+        "PBP: a call a partition": Method(f"{peers}one_call_per_partition", size="slow"),
+        "FB: fixed batches of 100K": Method(f"{peers}fixed_batches"),
+        "sentence-transformers float32": Method(st),
+        "sentence-transformers bfloat16": Method(st, {"dtype": "bfloat16"}, size=bf16_size),
+        "RunInference, default batching": Method(f"{beam}run_inference", size="slow"),
+        "RunInference, 512, sorted": Method(f"{beam}run_inference", {"tuned": True}),
+        "MLTransform": Method(f"{beam}ml_transform", size="slow"),
+        INT8: Method(f"{peers}onnx_int8"),
     }
 
 
@@ -141,62 +143,49 @@ def token_lengths(texts: list[str], model: str) -> np.ndarray:
     return np.array(lengths)
 
 
-def prepare(
-    folder: Path, rows: int | None, slow_rows: int | None, model: str
-) -> tuple[Sample, Sample]:
-    """The sample, and the smaller one of the same rows for slow methods."""
+def prepare(folder: Path, sizes: dict[str, int | None], model: str) -> dict[str, Sample]:
+    """Samples by name, each of rows of the one before; None takes all of them."""
     corpus = pq.read_table(shared_data() / "api_docs_by_service" / "docs.parquet")
     corpus = corpus.append_column("row", pa.array(np.arange(corpus.num_rows)))
     counts = corpus.group_by("service", use_threads=False).aggregate([("text", "count")])
     names = counts.column("service").to_pylist()
-    sizes = counts.column("text_count").to_pylist()
-
-    def narrowed(among: list[int], most: int | None) -> list[int]:
-        if most is None or sum(sizes[i] for i in among) <= most:
-            return among
-        return [among[i] for i in choose_services([sizes[i] for i in among], most)]
-
-    chosen = narrowed(list(range(len(names))), rows)
-    fewer = narrowed(chosen, slow_rows)
-    whole = write_sample(
-        corpus, [names[i] for i in chosen], folder / "sample.parquet", "Sample", model
-    )
-    if fewer == chosen:
-        return whole, whole
-    small = write_sample(
-        corpus, [names[i] for i in fewer], folder / "slow.parquet", "Sample of slow methods", model
-    )
-    return whole, small
+    rows = counts.column("text_count").to_pylist()
+    chosen = list(range(len(names)))
+    samples: dict[str, Sample] = {}
+    for label, most in sizes.items():
+        if most is not None and sum(rows[i] for i in chosen) > most:
+            chosen = [chosen[i] for i in choose_services([rows[i] for i in chosen], most)]
+        services, path = [names[i] for i in chosen], folder / f"{label}.parquet"
+        samples[label] = write_sample(corpus, services, path, f"Sample `{label}`", model)
+    return samples
 
 
 def measure(
     chosen: dict[str, Method],
     model: str,
-    whole: Sample,
-    small: Sample,
+    samples: dict[str, Sample],
     rounds: int,
     folder: Path,
     raw: str | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Figures of every method, one dict a round."""
-    compared = small.ids[np.unique(np.linspace(0, len(small.ids) - 1, COMPARED).astype(int))]
-    common = {"model": model, "sample": compared.tolist()}
+    compared = {label: spread_out(sample.ids, COMPARED) for label, sample in samples.items()}
+    wanted = sorted({row for rows in compared.values() for row in rows})
     truth = folder / "reference.npy"
-    in_fresh_process(
-        "benchmarks.methods:reference", {"path": small.path, "vectors": str(truth), **common}
-    )
-    expected = np.load(truth)
+    params = {"path": samples["whole"].path, "model": model, "vectors": str(truth)}
+    in_fresh_process("benchmarks.peers:reference", {**params, "sample": wanted})
+    expected = dict(zip(wanted, np.load(truth), strict=True))
     figures: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     names = list(chosen)
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             method = chosen[name]
-            data = small if method.slow else whole
+            data, sample = samples[method.size], compared[method.size]
             vectors = folder / "vectors.npy"
-            params = {"path": data.path, "vectors": str(vectors), **common, **method.params}
+            params = {"path": data.path, "vectors": str(vectors), "sample": sample}
             began = time.perf_counter()
-            figure = in_fresh_process(f"benchmarks.methods:{method.function}", params)
+            figure = in_fresh_process(method.target, {**params, "model": model, **method.params})
             if figure["rows"] != len(data.ids):
                 raise SystemExit(f"{name}: {figure['rows']} of {len(data.ids)} rows came out")
             figure.update(
@@ -204,7 +193,9 @@ def measure(
                 tokens=data.tokens,
                 texts_per_second=figure["rows"] / figure["seconds"],
                 tokens_per_second=data.tokens / figure["seconds"],
-                cosine=float(cosines(np.load(vectors), expected).min()),
+                cosine=float(
+                    cosines(np.load(vectors), np.array([expected[row] for row in sample])).min()
+                ),
                 process_seconds=time.perf_counter() - began,
             )
             figures[name].append(figure)
@@ -214,6 +205,11 @@ def measure(
             )
         save(raw, figures)
     return figures
+
+
+def spread_out(ids: np.ndarray, count: int) -> list[int]:
+    """At most ``count`` of ids, evenly spaced."""
+    return ids[np.unique(np.linspace(0, len(ids) - 1, count).astype(int))].tolist()
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -265,7 +261,19 @@ def report(figures: dict[str, list[dict[str, Any]]]) -> str:
             for p, rs in ((p, [ratios(figures[m], figures[p]) for m in mine]) for p in peers)
         ]
         parts.append(table(["peer", *(f"{m} / peer" for m in mine)], cells))
+    parts += [where_time_goes(name, figures[name]) for name in mine]
     return "\n\n".join(parts)
+
+
+def where_time_goes(name: str, found: list[dict[str, Any]]) -> str:
+    """A sentence on one of ours: what of its time the model had."""
+    encode = median(f["report"]["encode_seconds"] for f in found)
+    whole = median(f["seconds"] for f in found)
+    speed = median(f["rows"] / f["report"]["encode_seconds"] for f in found)
+    return (
+        f"{name}: {show(encode)} s of {show(whole)} s in the encoder, {show(speed)} texts/s there; "
+        "the rest is planning, measuring tau and c, and the first read and last write."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -273,6 +281,9 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--rows", type=number, default=4000, help="whole services up to N rows, or all")
     p.add_argument("--slow_rows", type=number, default=1000, help="the same for slow methods")
+    p.add_argument(
+        "--slowest_rows", type=number, default=60, help="the same for bfloat16 in software"
+    )
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--methods", help="parts of names, comma between; default all")
     p.add_argument("--model", default=MODEL, help="a sentence-transformers name or folder")
@@ -296,18 +307,20 @@ def main(argv: list[str] | None = None) -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="embed-", dir=WORK))
     try:
-        whole, small = prepare(folder, args.rows, args.slow_rows, args.model)
-        say(f"{whole.about}\n{small.about}")
+        sizes = {"whole": args.rows, "slow": args.slow_rows, "slowest": args.slowest_rows}
+        used = {"whole", *(method.size for method in chosen.values())}
+        samples = prepare(folder, {k: v for k, v in sizes.items() if k in used}, args.model)
+        descriptions = [sample.about for sample in samples.values()]
+        say("\n".join(descriptions))
         raw = f"{args.json}.partial" if args.json else None
-        figures = measure(chosen, args.model, whole, small, args.rounds, folder, raw)
+        figures = measure(chosen, args.model, samples, args.rounds, folder, raw)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    samples = [whole.about] + ([small.about] if small is not whole else [])
-    save(args.json, {"machine": about, "samples": samples, "figures": figures})
+    save(args.json, {"machine": about, "samples": descriptions, "figures": figures})
     if raw:
         Path(raw).unlink(missing_ok=True)
     print(describe_machine(about))
-    print("\n".join(f"{text}." for text in samples))
+    print("\n".join(f"{text}." for text in descriptions))
     print(
         f"{args.rounds} interleaved rounds, a fresh process a method and round, medians; imports, "
         "model loading and warm-up not timed. Ours reads and writes files; the peers read the "

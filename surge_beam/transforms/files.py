@@ -47,7 +47,7 @@ def filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def absolute(url: str) -> str:
     """A local path from the root, so that every process understands it; a URL as it is."""
-    return url if "://" in url else filesystem(url)[1]
+    return url if "://" in url else os.path.abspath(filesystem(url)[1])
 
 
 def absolute_model(name: str) -> str:

@@ -19,6 +19,7 @@ from surge_beam.transforms.textfiles import (
 )
 
 _BATCH_ROWS = 8_192
+_SAMPLE_ROWS = 1_024
 _BATCH_BYTES = 8 << 20
 _LOCAL_BUFFER = 1 << 20
 _REMOTE_BUFFER = 8 << 20
@@ -48,8 +49,9 @@ class ParquetProbe:
           tick: called on every sign of progress.
 
         Returns:
-          ``num_rows``, ``row_group_rows`` and ``row_group_bytes`` (uncompressed) of every row
-          group, ``schema`` (a serialized Arrow schema) and ``created_by``.
+          ``num_rows``, ``row_group_rows`` and ``row_group_bytes`` of every row group, ``schema``
+          (a serialized Arrow schema) and ``created_by``. Bytes are what the columns decode to: the
+          footer's uncompressed size, and of repeated texts, which the file holds once, an estimate.
 
         Raises:
           UnreadableFileError: not a sound Parquet footer.
@@ -68,10 +70,11 @@ class ParquetProbe:
             # Some writers leave the footer's own total at 0.
             if min(rows + sizes, default=0) < 0 or footer.num_rows not in (0, sum(rows)):
                 raise ValueError("the footer's row and byte counts contradict each other")
+            factor = _expansion(file, wanted, tick)
             return {
                 "num_rows": sum(rows),
                 "row_group_rows": rows,
-                "row_group_bytes": sizes,
+                "row_group_bytes": [int(size * factor) for size in sizes],
                 "schema": file.schema_arrow.serialize().to_pybytes(),
                 "created_by": footer.created_by,
             }
@@ -160,6 +163,34 @@ class ParquetProbe:
         except BaseException:
             self.close()
             raise
+
+
+def _expansion(file: pq.ParquetFile, wanted: list[int], tick: Callable[[], None]) -> float:
+    """How much larger the dictionary-coded columns are decoded, from some rows of a row group."""
+    footer = file.metadata
+    filled = [g for g in range(footer.num_row_groups) if footer.row_group(g).num_rows > 0]
+    if not filled:
+        return 1.0
+    group = footer.row_group(filled[0])
+    coded = [
+        i
+        for i in wanted
+        if group.column(i).physical_type == "BYTE_ARRAY"
+        and any("DICTIONARY" in encoding for encoding in group.column(i).encodings)
+    ]
+    names = sorted({footer.schema.column(i).path.partition(".")[0] for i in coded})
+    stored = sum(group.column(i).total_uncompressed_size for i in wanted)
+    if not names or not stored:
+        return 1.0
+    try:
+        batch = next(file.iter_batches(_SAMPLE_ROWS, row_groups=filled[:1], columns=names))
+        tick()
+    except (pa.ArrowException, OSError, ValueError, StopIteration):
+        # what does not decode is found when it is verified
+        return 1.0
+    coded_bytes = sum(group.column(i).total_uncompressed_size for i in coded)
+    decoded = batch.nbytes / max(1, batch.num_rows) * group.num_rows
+    return max(1.0, (stored - coded_bytes + decoded) / stored)
 
 
 def _is_within(path: str, columns: list[str] | None) -> bool:

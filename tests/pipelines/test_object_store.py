@@ -56,7 +56,6 @@ class Bucket:
             key="test",
             secret="test",
             endpoint_url=env["AWS_ENDPOINT_URL"],
-            client_kwargs={"region_name": "us-east-1"},
             use_listings_cache=False,
             skip_instance_cache=True,
         )

@@ -233,9 +233,7 @@ def test_ranges_of_a_row_group(numbers: Path, data: st.DataObject) -> None:
     rows = read.BATCH_ROWS * 2 + 100
     edges = data.draw(
         st.lists(
-            st.one_of(
-                st.integers(0, rows), st.sampled_from([4095, 4096, 4097, 8191, 8192, 8193])
-            ),
+            st.one_of(st.integers(0, rows), st.sampled_from([4095, 4096, 4097, 8191, 8192, 8193])),
             min_size=2,
             max_size=12,
             unique=True,

@@ -1,33 +1,24 @@
-"""Ways to embed a partitioned corpus: ours, and what else a user of Python could do.
+"""What a user of Python could do instead, without Beam: sentence-transformers, onnxruntime.
 
-Every function here runs in a process of its own. It imports and loads its model first, warms it
-up, and then times the work from the Parquet file to the last partition's vectors. Ours reads and
-writes files, durably; the others read the file and leave their vectors in memory.
+Every function runs in a process of its own. It imports and loads its model first, warms it up,
+and then times the work from the Parquet file to the last partition's vectors, kept in memory.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import apache_beam as beam
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
-from apache_beam.ml.inference.base import KeyedModelHandler, ModelHandler, RunInference
-from apache_beam.options.pipeline_options import PipelineOptions
 
-from benchmarks.common import peak_memory, tokenizer
+from benchmarks.common import WARM_UP, cores, peak_memory, tokenizer
 
 KEYS = ("service", "owner")
 FIXED_BATCH = 100_000
-WARM_UP = [f"warm up with sentence {i} of about a dozen words, as usual" for i in range(64)]
 
 _model: Any = None
-_partitions: list[Any] = []
 
 
 class Clock:
@@ -71,12 +62,6 @@ class Corpus:
         return np.array([place[row] for row in wanted])
 
 
-def cores() -> int:
-    from surge_beam.gpu.device import usable_cores
-
-    return usable_cores()
-
-
 def model_path(model: str) -> str:
     from surge_beam.gpu.encoder import model_folder
 
@@ -100,39 +85,6 @@ def load_sentence_transformer(model: str, dtype: str = "float32") -> Any:
 def loaded_model(*_: Any, **__: Any) -> Any:
     """The model of this process: loading it is not timed, whoever asks for it."""
     return _model
-
-
-def ours(
-    path: str, model: str, vectors: str, sample: list[int], flags: list[str]
-) -> dict[str, Any]:
-    """The whole file job on FnApiRunner: read, plan, encode, write, commit, report."""
-    from pipelines import embed_corpus
-    from surge_beam.transforms.embed_files import load_worker
-
-    with tempfile.TemporaryDirectory(dir=Path(vectors).parent) as folder:
-        options = {"input": path, "output": f"{folder}/out", "partition_by": ",".join(KEYS)}
-        argv = [f"--{k}={v}" for k, v in {**options, "model": model, "device": "cpu"}.items()]
-        argv += flags
-        worker = load_worker(embed_corpus.config_of(embed_corpus.parser().parse_args(argv), ""))
-        worker.encode(worker.prepare(pa.array(WARM_UP)))
-        clock = Clock()
-        report = embed_corpus.run(argv)
-        clock.first = report["seconds_to_first_output"]
-        result = clock.result(report["rows_encoded"], report=report)
-        if vectors:
-            _save_ours(f"{folder}/out", vectors, sample)
-    return result
-
-
-def _save_ours(output: str, vectors: str, sample: list[int]) -> None:
-    found = {}
-    wanted = set(sample)
-    for file in Path(output).glob("*=*/**/*.parquet"):
-        table = pq.ParquetFile(file).read(columns=["row", "embedding"])
-        for row, vector in zip(*(table.column(c).to_pylist() for c in (0, 1)), strict=True):
-            if row in wanted:
-                found[row] = vector
-    np.save(vectors, np.array([found[row] for row in sample], np.float32))
 
 
 def _from_matrix(
@@ -182,109 +134,6 @@ def sentence_transformers(
     path: str, model: str, vectors: str, sample: list[int], dtype: str = "float32"
 ) -> dict[str, Any]:
     return _from_matrix(path, vectors, sample, load_sentence_transformer(model, dtype).encode)
-
-
-class SentenceTransformerHandler(ModelHandler[str, np.ndarray, Any]):
-    """What a user writes to run sentence-transformers under RunInference."""
-
-    def load_model(self) -> Any:
-        return loaded_model()
-
-    def run_inference(
-        self, batch: Any, model: Any, inference_args: dict[str, Any] | None = None
-    ) -> Any:
-        _batches.append(len(batch))
-        return model.encode(list(batch))
-
-
-_batches: list[int] = []
-
-
-class _Collect(beam.DoFn):
-    """The user's sink: a partition's rows in order, and their vectors."""
-
-    def process(self, element: tuple[Any, Any]) -> None:
-        key, rows = element
-        rows = sorted(rows, key=lambda pair: pair[0])
-        _partitions.append((key, [row for row, _ in rows], np.array([v for _, v in rows])))
-        _clock[0].output()
-
-
-_clock: list[Clock] = []
-
-
-def _run(
-    path: str,
-    vectors: str,
-    sample: list[int],
-    elements: Callable[[Corpus], list[Any]],
-    embed: Callable[[beam.PCollection], beam.PCollection],
-    reshuffle: bool = True,
-) -> dict[str, Any]:
-    """A pipeline whose ``embed`` yields ((service, owner), (row, vector))."""
-    _clock.append(Clock())
-    corpus = Corpus(path)
-    pipeline = beam.Pipeline(options=PipelineOptions(["--runner=FnApiRunner"]))
-    rows = pipeline | "Rows" >> beam.Create(elements(corpus), reshuffle=reshuffle)
-    _ = embed(rows) | "ByPartition" >> beam.GroupByKey() | "Collect" >> beam.ParDo(_Collect())
-    pipeline.run().wait_until_finish()
-    result = _clock[0].result(
-        sum(len(rows) for _, rows, _ in _partitions),
-        batches=len(_batches),
-        batch_mean=float(np.mean(_batches)) if _batches else None,
-    )
-    found = {row: v for _, rows, m in _partitions for row, v in zip(rows, m, strict=True)}
-    np.save(vectors, np.array([found[row] for row in sample], np.float32))
-    return result
-
-
-def run_inference(
-    path: str, model: str, vectors: str, sample: list[int], tuned: bool = False
-) -> dict[str, Any]:
-    """RunInference over keyed rows; tuned: batches of 512, input sorted by length."""
-    load_sentence_transformer(model)
-    sizes = {"min_batch_size": 512, "max_batch_size": 512} if tuned else {}
-    handler = KeyedModelHandler(SentenceTransformerHandler(**sizes))
-
-    def elements(corpus: Corpus) -> list[Any]:
-        rows = [((*d["key"], d["row"]), d["text"]) for d in corpus.dicts()]
-        return sorted(rows, key=lambda pair: -len(pair[1])) if tuned else rows
-
-    return _run(
-        path,
-        vectors,
-        sample,
-        elements,
-        lambda rows: (
-            rows
-            | "Embed" >> RunInference(handler)
-            | "Keys" >> beam.Map(lambda kv: (kv[0][:2], (kv[0][2], kv[1])))
-        ),
-        reshuffle=not tuned,
-    )
-
-
-def ml_transform(path: str, model: str, vectors: str, sample: list[int]) -> dict[str, Any]:
-    from apache_beam.ml.transforms.base import MLTransform
-    from apache_beam.ml.transforms.embeddings import huggingface
-
-    load_sentence_transformer(model)
-    huggingface.SentenceTransformer = loaded_model
-    with tempfile.TemporaryDirectory() as artifacts:
-        return _run(
-            path,
-            vectors,
-            sample,
-            Corpus.dicts,
-            lambda rows: (
-                rows
-                | "Embed"
-                >> MLTransform(write_artifact_location=artifacts).with_transform(
-                    huggingface.SentenceTransformerEmbeddings(model_path(model), columns=["text"])
-                )
-                | "Keys" >> beam.Map(lambda d: (tuple(d["key"]), (d["row"], d["text"])))
-            ),
-        )
 
 
 def onnx_int8(path: str, model: str, vectors: str, sample: list[int]) -> dict[str, Any]:
