@@ -33,8 +33,8 @@ from benchmarks.common import (
 )
 from surge_beam.policy.costs import CostModel, fit
 
-MEAN_ROWS_A_CALL = (4, 8, 16, 64, 256)
-HELD_OUT_ROWS = 32
+MEAN_ROWS_A_CALL = (4, 8, 16, 32, 64)
+HELD_OUT_ROWS = 24
 QUICK = {"rows": 256, "rounds": 3}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,10 +180,9 @@ def _stream(folder: str, rows: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _timed(work: Any, rows: int) -> dict[str, Any]:
-    import tempfile
-
     from benchmarks.peers import Clock
 
+    WORK.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK, prefix="peer-") as out:
         base = psutil.Process().memory_info().rss
         clock = Clock()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import common, cost_model, embed, memory
+from surge_beam.gpu.worker import forget_workers
 
 STUB = "dummy:16"
 
@@ -25,23 +26,28 @@ def in_this_process(target: str, params: dict[str, Any], **_: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> Iterator[None]:
-    """No fresh processes, and what is generated goes to the test's own folder."""
+    """No fresh processes, one thread, and what is generated goes to the test's own folder."""
+    from benchmarks import ours, peers
+
     for module in (embed, memory, cost_model):
         monkeypatch.setattr(module, "in_fresh_process", in_this_process)
-        if hasattr(module, "WORK"):
-            monkeypatch.setattr(module, "WORK", tmp_path / "work")
-    # set and restored, since loading an encoder changes it
+    for module in (embed, memory, ours):
+        monkeypatch.setattr(module, "WORK", tmp_path / "work")
+    monkeypatch.setattr(peers, "cores", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     yield
+    forget_workers()
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     torch = pytest.importorskip("torch")
     from tests.gpu.tiny_models import sentence_model, tiny_transformer
 
     folder = tmp_path_factory.mktemp("tiny")
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield str(sentence_model(tiny_transformer("bert", folder / "bert"), folder / "st"))
     torch.set_num_threads(threads)
 

@@ -122,7 +122,7 @@ class EmbedFiles(beam.PTransform):
         calibrate = beam.ParDo(_Calibrate(config))
         if config.min_rows is None:
             calibrate = on_device(calibrate, config)
-        costs = listed.about | "Calibrate" >> calibrate
+        costs = listed.about | "EncodeCosts" >> calibrate
         planned = (
             runs
             | "OneKey" >> beam.WithKeys(0).with_output_types(tuple[int, bytes])

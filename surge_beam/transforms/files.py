@@ -291,6 +291,13 @@ class Store:
     def get(self, name: str) -> bytes:
         return bytes(self.fs.cat_file(self.path(name)))
 
+    def get_many(self, names: list[str]) -> list[bytes]:
+        """Contents of several files; from an object store they are fetched at the same time."""
+        if self.local or has_magic(self.root):
+            return [self.get(name) for name in names]
+        found = self.fs.cat([self.path(name) for name in names])
+        return [bytes(found[self.path(name)]) for name in names]
+
     def get_or_none(self, name: str) -> bytes | None:
         try:
             return self.get(name)

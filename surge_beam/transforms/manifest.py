@@ -19,6 +19,7 @@ from surge_beam.transforms.files import Store, digest
 
 FOLDER = "_surge/manifest"
 RUN = "_surge/run.json"
+READ_AHEAD = 64
 VOID = b""
 _DTYPE = np.dtype(
     [
@@ -120,9 +121,14 @@ def _void_line(partition: str) -> dict[str, Any]:
 
 def entries(store: Store, *, run: str | None = None) -> Iterator[tuple[dict, list[dict]]]:
     """Header and lines of every entry, oldest run first."""
-    for name in store.names(FOLDER):
-        if name.endswith(".jsonl") and (run is None or name.startswith(run + "-")):
-            header, *lines = store.get(f"{FOLDER}/{name}").decode().rstrip("\n").split("\n")
+    names = [
+        f"{FOLDER}/{name}"
+        for name in store.names(FOLDER)
+        if name.endswith(".jsonl") and (run is None or name.startswith(run + "-"))
+    ]
+    for at in range(0, len(names), READ_AHEAD):
+        for data in store.get_many(names[at : at + READ_AHEAD]):
+            header, *lines = data.decode().rstrip("\n").split("\n")
             yield json.loads(header), [json.loads(line) for line in lines]
 
 

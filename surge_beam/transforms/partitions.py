@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import functools
 import json
+import re
 import unicodedata
 from typing import Any
 from urllib.parse import unquote
@@ -24,14 +26,13 @@ from surge_beam.records import SurgeError
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 METADATA_KEY = b"surge.partition"
 MAX_NAME_BYTES = 255
-_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.")
+_ODD = re.compile(r"[^A-Za-z0-9\-_.]")
 # '~' is never plain, so a cut name (which holds one) equals no other value's name
 _CUT = "~"
 
 
-def _encode_char(char: str) -> str:
-    if char in _PLAIN:
-        return char
+def _encode_odd(match: re.Match[str]) -> str:
+    char = match[0]
     # letters that normalisation leaves alone stay readable; the rest could collide on some disks
     if char.isalnum() and ord(char) > 127 and unicodedata.normalize("NFKC", char) == char:
         return char
@@ -42,16 +43,17 @@ def encode_name(text: str, budget: int = MAX_NAME_BYTES, *, prefix: str = "") ->
     """``prefix`` and the percent-encoded text, cut between characters with a digest where longer
     than ``budget`` bytes. The result is never empty with a prefix, never ``.`` or ``..`` alone.
     """
-    encoded = [_encode_char(c) for c in text]
-    if not prefix and encoded and encoded[0] in ("_", "."):
-        encoded[0] = f"%{ord(text[0]):02X}"
-    name = prefix + "".join(encoded)
+    encoded = _ODD.sub(_encode_odd, text)
+    if not prefix and encoded[:1] in ("_", "."):
+        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    name = prefix + encoded
     if len(name.encode()) <= budget:
         return name
     tail = _CUT + xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogateescape"))
     room = budget - len(prefix.encode()) - len(tail)
     kept, used = [], 0
-    for part in encoded:
+    head = encoded[: len(encoded) - len(_ODD.sub(_encode_odd, text[1:]))]
+    for part in (head, *(_ODD.sub(_encode_odd, char) for char in text[1:])):
         used += len(part.encode())
         if used > room:
             break
@@ -68,7 +70,7 @@ def key_folder(names: list[str], values: list[tuple[str, Any]]) -> tuple[str, st
     """
     folders, exact = [], {}
     for name, (kind, value) in zip(names, values, strict=True):
-        prefix = encode_name(name, 100) + "="
+        prefix = _column_prefix(name)
         if value is None:
             folders.append(prefix + NULL_FOLDER)
         else:
@@ -79,6 +81,11 @@ def key_folder(names: list[str], values: list[tuple[str, Any]]) -> tuple[str, st
                 folders.append(encode_name(text, prefix=prefix))
         exact[name] = {"type": kind, "value": value}
     return "/".join(folders), json.dumps(exact, ensure_ascii=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _column_prefix(name: str) -> str:
+    return encode_name(name, 100) + "="
 
 
 def _text(value: Any) -> str:

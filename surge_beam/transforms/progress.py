@@ -71,7 +71,7 @@ class Progress:
         if self._first is None:
             self._first = time.monotonic()
         total = plan["rows_planned"]
-        seconds = max(time.monotonic() - self._first, 1e-9)
+        seconds = max(time.monotonic() - self._first, 1.0)
         rate = self._rows / seconds
         left = (total - self._rows) / rate if rate else 0
         share = 100 * self._rows / total if total else 100

@@ -33,6 +33,7 @@ from surge_beam.transforms.files import InputFile, Store, digest, filesystem
 from surge_beam.transforms.guard import GuardError, UnreadableFileError, shared_guard
 from surge_beam.transforms.partitions import KeyRuns, file_folder, hive_values, key_folder
 
+RESERVED = "__surge_"
 ROW_COLUMN = "__surge_row"
 FILE_COLUMN = "__surge_file"
 STAGING = "_surge/staging"
@@ -173,8 +174,9 @@ class Scanner:
         schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
         hive = hive_values(source.name)
         check_schema(schema, hive, self.config)
-        for name in (ROW_COLUMN, FILE_COLUMN):
-            if name in schema.names and (name, source.staged) != (ROW_COLUMN, True):
+        for name in schema.names:
+            ours = name == ROW_COLUMN and source.format != "parquet"
+            if name.startswith(RESERVED) and not ours:
                 raise SurgeError(f"the column name {name!r} is reserved")
         group_rows = np.array(about["row_group_rows"], np.int64)
         group_bytes = np.array(about["row_group_bytes"], np.int64)

@@ -35,9 +35,9 @@ class Probe:
         return spec
 
 def watch(module):
-    for name in ("_List", "_Scan", "_Calibrate", "_Plan", "_Encode", "_Publish"):
-        step = getattr(module, name)
-        step.process = logged(name, step.process)
+    for name, step in vars(module).items():
+        if isinstance(step, type) and "process" in vars(step):
+            step.process = logged(name, step.process)
 
 def logged(name, process):
     @functools.wraps(process)

@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from surge_beam.transforms import embed_files
+from surge_beam.transforms.exchange import Exchange
 from tests.pipelines.harness import (
     conserved,
     dead_letters,
@@ -248,6 +250,29 @@ def test_kept_columns_come_out_as_they_were(tmp_path: Path, keyed: bool) -> None
         assert found.equals(wanted.take([0, 2]) if keyed else wanted), name
 
 
+def test_kept_columns_through_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+
+    def merge(self: Exchange, *args: Any) -> Any:
+        for plan in original(self, *args):
+            moved.append(plan.files[0].url)
+            yield plan
+
+    original = Exchange.merge
+    monkeypatch.setattr(Exchange, "merge", merge)
+    monkeypatch.setattr(embed_files, "SCATTER_LIMIT", 0.0)
+    rows = pa.table({"text": T, "k": ["x", "y", "x"], **KEPT})
+    for name in ("a", "b"):
+        write_rows(tmp_path / "in" / f"{name}.parquet", rows)
+    assert run_here(input=tmp_path / "in", output=tmp_path / "out", partition_by="k") == 0
+    assert moved and all("bucket-" in url for url in moved)
+    wanted = pq.ParquetFile(tmp_path / "in" / "a.parquet").read().drop_columns(["k"])
+    for folder, chosen in (("k=x", [0, 2]), ("k=y", [1])):
+        found = read_output(tmp_path / "out")[folder].drop_columns(["embedding"])
+        one = wanted.cast(found.schema).take(chosen)
+        assert found.equals(pa.concat_tables([one, one]))
+
+
 def odd_files(folder: Path) -> dict[str, list[str] | str | None]:
     """Writes odd files; name -> the texts that come out of it, or a piece of its dead letter."""
     wanted: dict[str, list[str] | str | None] = {}
@@ -283,6 +308,10 @@ def odd_files(folder: Path) -> dict[str, list[str] | str | None]:
     put("none.parquet", {"other": T}, "no column 'text'; the file has 'other'")
     put("embedding.parquet", {"text": T, "embedding": [1, 2, 3]}, "'embedding'")
     put("reserved.parquet", {"text": T, "__surge_row": [1, 2, 3]}, "reserved")
+    put("places.parquet", {"text": T, "__surge_place": [1, 2, 3]}, "reserved")
+    packed = gzip.compress((folder / "reserved.parquet").read_bytes())
+    put("reserved.parquet.gz", packed, "reserved")
+    put("reserved.jsonl", b'{"text": "a", "__surge_file": 1}\n', "reserved")
     twice = pa.Table.from_arrays([pa.array(T)] * 3, ["text", "a", "a"])
     put("twice.parquet", twice, "column 'a' occurs more than once")
     texts = pa.Table.from_arrays([pa.array(T)] * 2, ["text", "text"])
@@ -335,8 +364,11 @@ def test_odd_files(tmp_path: Path) -> None:
     assert report["partitions_failed"] == bad + 1
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-def test_the_sound_row_groups_of_a_file_come_out(tmp_path: Path, keyed: bool) -> None:
+@pytest.mark.parametrize(("keyed", "scatter"), [(False, 8.0), (True, 1e9), (True, 0.0)])
+def test_the_sound_row_groups_of_a_file_come_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyed: bool, scatter: float
+) -> None:
+    monkeypatch.setattr(embed_files, "SCATTER_LIMIT", scatter)
     path = grouped(tmp_path / "in" / "n.parquet")
     write_good(tmp_path / "in")
     texts = [f"row {i} {'x' * 50}{i * 7919 % 1000}" for i in range(3000)]

