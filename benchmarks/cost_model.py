@@ -137,8 +137,8 @@ def judge(found: dict[str, Any]) -> tuple[CostModel, list[list[Any]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--rows", type=int, default=1024)
-    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--rows", type=int, default=512)
+    p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--model", default="all-MiniLM-L6-v2")
     p.add_argument("--quick", action="store_true", help="a first look")

@@ -143,7 +143,7 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
     fs, path = filesystem(pattern)
     try:
         if fs.isdir(path):
-            root, found, folder = path, fs.find(path, detail=True), True
+            root, found, folder = path, _find(fs, path), True
         elif fs.exists(path) or not has_magic(path):
             root, folder = posixpath.dirname(path), False
             found = {path: fs.info(path)}
@@ -166,7 +166,9 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
         name = full[len(root) :].lstrip("/") if root else full.lstrip("/")
         format_, compression = classify(name)
         hidden = any(part[:1] in ("_", ".") for part in name.split("/"))
-        if folder and (hidden or _endings(name)[0] not in FORMATS):
+        # a pipe or a socket, of which a reader would wait for ever
+        special = info.get("type") == "other" and not info.get("islink")
+        if folder and (hidden or special or _endings(name)[0] not in FORMATS):
             passed_over += 1
             continue
         files.append(
@@ -182,6 +184,27 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
     if not files:
         raise SurgeError(f"no input files at {pattern} ({passed_over} passed over)")
     return Listing(root, sorted(files, key=lambda f: f.name), passed_over)
+
+
+def _find(fs: fsspec.AbstractFileSystem, root: str) -> dict[str, dict[str, Any]]:
+    """Every file below a folder. fsspec takes a local folder that may not be read for empty."""
+    if not is_local(fs):
+        return fs.find(root, detail=True)
+    found, folders = {}, [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            listing = fs.ls(folder, detail=True)
+        except FileNotFoundError:
+            if folder == root:
+                raise
+            continue
+        for info in listing:
+            if info["type"] == "directory":
+                folders.append(info["name"])
+            else:
+                found[info["name"]] = info
+    return found
 
 
 def _within(fs: fsspec.AbstractFileSystem, root: str, exclude: str) -> str | None:

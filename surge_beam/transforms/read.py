@@ -158,18 +158,20 @@ class Scanner:
         message = error.reason if isinstance(error, UnreadableFileError) else str(error)
         if self.config.fail_on_bad_input:
             raise BadInputError(f"{source.url}: {message}") from error
-        letter = DeadLetter(
-            stage="read", error=type(error).__name__, message=message, file=source.url
-        )
+        kind = "UnusableFileError" if type(error) is SurgeError else type(error).__name__
+        letter = DeadLetter(stage="read", error=kind, message=message, file=source.url)
         write_file_letters(self.store, source, dead_letter_table([letter]))
 
     def _scan(self, source: SourceFile) -> Iterator[FileRuns]:
         url, bad = source.url, 0
+        if not url.isascii() and url.encode("utf-8", "replace").decode() != url:
+            raise SurgeError("its name is not UTF-8, so that readers cannot open it; rename it")
         if source.staged:
             url, bad, missing = stage(self.store, source, self.config)
             if missing:
                 raise SurgeError(f"no row has a column {missing[0]!r}")
-        columns = list(self.config.keep_columns or ()) or None
+        keep = self.config.keep_columns
+        columns = None if keep is None else [*keep, self.config.text_column]
         about = first_contact("describe_parquet", url, columns=columns)
         schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
         hive = hive_values(source.name)

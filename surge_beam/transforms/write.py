@@ -114,7 +114,7 @@ class Committer:
         files = []
         if rows:
             table = encoded.table
-            keep = self.config.columns or tuple(table.column_names)
+            keep = table.column_names if self.config.columns is None else self.config.columns
             table = table.select(
                 [n for n in keep if n in table.column_names and n not in self.config.drop]
             )

@@ -348,6 +348,7 @@ def test_odd_files(tmp_path: Path) -> None:
         if isinstance(result, str):
             (letter,) = letters[name]
             assert result in letter["message"] and letter["row"] is None, (name, letter)
+            assert letter["error"] in ("UnreadableFileError", "UnusableFileError")
             assert name not in output
         else:
             assert not letters.get(name), name
@@ -418,7 +419,11 @@ def test_files_of_one_partition_whose_schemas_differ(tmp_path: Path) -> None:
     conserved(tmp_path / "out")
 
 
-def test_the_columns_of_a_dead_letter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scatter", [8.0, 0.0])
+def test_the_columns_of_a_dead_letter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scatter: float
+) -> None:
+    monkeypatch.setattr(embed_files, "SCATTER_LIMIT", scatter)
     folder = tmp_path / "in"
     write_rows(
         folder / "a.parquet",

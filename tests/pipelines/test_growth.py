@@ -128,20 +128,23 @@ def test_a_partition_through_many_shapes(tmp_path: Path) -> None:
         report = conserved(output)
         assert (report["partitions_encoded"], report["partitions_failed"]) == (1 - failed, failed)
         assert not temporaries(output)
-        same_as_anew(corpus, output, **options)
 
     write_rows(path, {"text": nulls + texts(0, 200) + nulls, "id": list(range(206))})
     quick_job(input=corpus, output=output, **options)
     assert len(list(folder.glob("*"))) == 5
     change(texts(1, 30) + nulls, 1)
+    same_as_anew(corpus, output, **options)
     change(nulls, 0, failed=1)
     change(nulls * 30, 0, failed=1)
+    same_as_anew(corpus, output, **options)
     quick_job(input=corpus, output=output, **options)
     report = conserved(output)
     assert [report[f"partitions_{n}"] for n in ("encoded", "skipped", "failed")] == [0, 1, 1]
     change(texts(2, 120) + nulls, 3)
     change(nulls + texts(3, 120), 3)
+    same_as_anew(corpus, output, **options)
     change(texts(4, 40), 1)
+    same_as_anew(corpus, output, **options)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])

@@ -20,9 +20,11 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 import zstandard
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from surge_beam.records import SurgeError
 from surge_beam.transforms import embed_files
 from surge_beam.transforms.files import list_input
 from tests.pipelines.harness import (
@@ -193,11 +195,12 @@ def test_a_folder_means_its_files_with_a_known_ending(tmp_path: Path) -> None:
     (folder / "linked.parquet").symlink_to(folder / "a.parquet")
     (folder / "linked").symlink_to(folder / "sub")
     (folder / "empty.parquet").mkdir()
+    os.mkfifo(folder / "pipe.parquet")
     listings = [list_input(x) for x in (str(folder), f"{folder}/", f"file://{folder}")]
     assert listings[0] == listings[1] == listings[2]
     assert [f.name for f in listings[0].files] == sorted([*good, "linked.parquet"])
-    # and the folder that is a symbolic link
-    assert listings[0].passed_over == len(passed) + 1
+    # and the folder that is a symbolic link, and the pipe
+    assert listings[0].passed_over == len(passed) + 2
     out = tmp_path / "out"
     assert run_here(input=folder, output=out) == 0
     found = texts_of(out)
@@ -205,7 +208,7 @@ def test_a_folder_means_its_files_with_a_known_ending(tmp_path: Path) -> None:
     assert found["sub/x%3Dy.parquet"] == ["sub/x=y.parquet"]
     assert found["sp%20ace/ü%2541.parquet"] == ["sp ace/ü%41.parquet"]
     assert found["linked.parquet"] == ["a.parquet"]
-    assert conserved(out)["files_passed_over"] == len(passed) + 1
+    assert conserved(out)["files_passed_over"] == len(passed) + 2
 
 
 def test_a_glob_means_what_it_matches(tmp_path: Path) -> None:
@@ -244,6 +247,24 @@ def test_an_input_of_nothing_is_said(
     last = capfd.readouterr().err.strip().split("\n")[-1]
     assert name in last and ("no such input" in last or "no input files" in last)
     assert not read_output(tmp_path / "out")
+
+
+def test_a_folder_that_may_not_be_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not pass for an empty one."""
+    write_rows(tmp_path / "in" / "a.parquet", {"text": ["a"]})
+    write_rows(tmp_path / "in" / "sub" / "b.parquet", {"text": ["b"]})
+    listed = LocalFileSystem.ls
+
+    def ls(self: LocalFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
+        if path.rstrip("/").endswith("sub"):
+            raise PermissionError(13, "Permission denied", path)
+        return listed(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", ls)
+    with pytest.raises(SurgeError, match="Permission denied"):
+        list_input(str(tmp_path / "in"))
 
 
 def hive_corpus(folder: Path) -> None:
@@ -325,10 +346,9 @@ def test_a_name_that_is_not_utf8_is_said(tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path / "in") + b"/\xff.parquet"
     shutil.copy(tmp_path / "in" / "a.parquet", odd)
     assert run_here(input=tmp_path / "in", output=tmp_path / "out") == 0
-    texts = texts_of(tmp_path / "out")
-    assert texts.pop("a.parquet") == ["a"]
-    letters = dead_letters(tmp_path / "out").to_pylist()
-    assert texts == {"%FF.parquet": ["a"]} or letters[0]["file"].endswith("\\xff.parquet")
+    assert texts_of(tmp_path / "out") == {"a.parquet": ["a"]}
+    (letter,) = dead_letters(tmp_path / "out").to_pylist()
+    assert letter["file"].endswith("\\xff.parquet") and "not UTF-8" in letter["message"]
 
 
 @pytest.mark.parametrize(
@@ -336,6 +356,7 @@ def test_a_name_that_is_not_utf8_is_said(tmp_path: Path) -> None:
     [
         ({}, ["text", "a", "k", "embedding"]),
         ({"keep_columns": "a"}, ["a", "embedding"]),
+        ({"keep_columns": ","}, ["embedding"]),
         ({"keep_columns": "k,a,text"}, ["k", "a", "text", "embedding"]),
         ({"keep_columns": "k", "partition_by": "k"}, ["embedding"]),
         ({"partition_by": "text"}, ["a", "k", "embedding"]),

@@ -185,7 +185,7 @@ def test_kill_at_every_step_of_publishing(tmp_path: Path) -> None:
     write_rows(corpus / "service=nulls" / "data.parquet", nulls)
     quick_job(output=tmp_path / "whole", **options)
     first = last = 0
-    for step in range(0, 1000, 1 if KILLS > 6 else 7):
+    for step in range(0, 1000, 1 if KILLS > 6 else 9):
         again = tmp_path / "again"
         shutil.rmtree(again, ignore_errors=True)
         shutil.copytree(output, again)

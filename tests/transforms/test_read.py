@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surge_beam.policy.superbatch import Limits
-from surge_beam.records import BadInputError, Segment, SuperBatchPlan
+from surge_beam.records import BadInputError, Segment, SuperBatchPlan, unpack
 from surge_beam.transforms import manifest, read
 from surge_beam.transforms.files import Store, list_input
 from surge_beam.transforms.plan import Planner
@@ -141,6 +141,18 @@ def test_columns_are_those_asked_for(tmp_path: Path) -> None:
     assert set(columns(partition_by=("k",), keep_columns=("h", "x.y"))) == {"text", "x.y", "h"}
     assert columns(keep_columns=("y",)) == ["text", "y"]
     assert columns(partition_by=("text",)) == ["text", "k", "x", "x.y", "y", "h"]
+
+
+def test_the_text_s_bytes_count_where_it_is_not_kept(tmp_path: Path) -> None:
+    """A SuperBatch is bounded by bytes, and the text is what is read."""
+    path = tmp_path / "in" / "a.parquet"
+    path.parent.mkdir()
+    texts = [f"{i} {'x' * 1000}" for i in range(100)]
+    pq.write_table(pa.table({"text": texts, "i": range(100)}), path, use_dictionary=False)
+    (file,) = list_input(str(path)).files
+    scanner = Scanner(ReadConfig(keep_columns=("i",)), Store(str(tmp_path / "out")))
+    (runs,) = map(unpack, scanner.scan(file))
+    assert runs.nbytes.sum() > 100_000
 
 
 def test_a_column_whose_types_disagree_becomes_text() -> None:
