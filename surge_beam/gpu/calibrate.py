@@ -18,12 +18,12 @@ MAX_ROWS = 4096
 REPEATS = 3
 
 
-def calibrate(worker: EncodeWorker, texts: Sequence[str], *, rows: int = 64) -> CostModel:
+def calibrate(worker: EncodeWorker, texts: Sequence[str], *, rows: int = 32) -> CostModel:
     """Encodes the same rows in 1, 2, 4, 8 and 16 calls and fits T = C * tau + N * c.
 
     The texts are encoded without the worker's cache and deduplication, since a repeated text that
-    costs nothing would say nothing about c. Where ``rows`` of them take less than a tenth of a
-    second more are taken, and every measurement is the best of three.
+    costs nothing would say nothing about c. A device on which ``rows`` of them take less than a
+    tenth of a second is given more, and measured three times, of which the best counts.
 
     Args:
       texts: a sample of the corpus; repeated where it is short.
@@ -41,9 +41,11 @@ def calibrate(worker: EncodeWorker, texts: Sequence[str], *, rows: int = 64) -> 
             plain.encode(plain.prepare(sample.slice(lo, hi - lo)))
         return time.perf_counter() - began
 
-    measure(16, 1)
-    while (once := measure(rows, 1)) < SECONDS and rows < MAX_ROWS:
-        rows = min(MAX_ROWS, int(rows * min(16.0, max(2.0, SECONDS / once))))
-    repeats = REPEATS if once < 10 * SECONDS else 1
+    measure(min(16, rows), 1)
+    once = measure(rows, 1)
+    repeats = REPEATS if once < SECONDS / 2 else 1
+    while once < SECONDS / 2 and rows < MAX_ROWS:
+        rows = min(MAX_ROWS, int(rows * min(16.0, max(2.0, SECONDS / 2 / max(once, 1e-9)))))
+        once = measure(rows, 1)
     seconds = [min(measure(rows, calls) for _ in range(repeats)) for calls in CALLS]
     return fit(CALLS, [rows] * len(CALLS), seconds)

@@ -52,7 +52,7 @@ class EncodeStats:
       tokens: tokens that went through the model.
       padded_tokens: tokens the same micro-batches would have had with padding.
       micro_batches: forward passes that succeeded.
-      seconds: wall time, waiting for the device included.
+      seconds: wall time on the device, without waiting for it.
       oom_ceiling: padded tokens at most, by power-of-two bucket of the longest length; empty
         as long as memory sufficed.
     """
@@ -155,8 +155,8 @@ class EncodeWorker:
           SurgeError: if the encoder broke its contract.
           RuntimeError: if the device itself has failed; the process must then be replaced.
         """
-        begin = time.perf_counter()
         with self._device_lock:
+            begin = time.perf_counter()
             matrix = np.zeros((prepared.rows, self.dimension), np.float32)
             distinct = len(prepared.tokens)
             first = _first_rows(prepared.inverse, distinct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -460,7 +461,8 @@ class _Encode(beam.DoFn):
         )
 
     def _encode(self, read: _Read) -> tuple[_Read, Any]:
-        return read, self._worker.encode(read.prepared)
+        prepared, read.prepared = read.prepared, None
+        return read, self._worker.encode(prepared)
 
     def _commit(self, work: tuple[_Read, Any]) -> tuple[dict, list[str]]:
         read, encoded = work
@@ -523,9 +525,13 @@ class _Encode(beam.DoFn):
 
 
 def _peak_rss() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes this process had resident at most; getrusage would count a parent's before exec."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            peak = next(line for line in status if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _text_chunks(column: pa.ChunkedArray) -> list[pa.Array]:

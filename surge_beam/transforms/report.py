@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 
 from surge_beam.policy.costs import CostModel, fit
@@ -107,18 +106,22 @@ def _is_emptied(line: dict[str, Any]) -> bool:
 
 
 def _costs(plan: dict[str, Any], headers: list[dict]) -> dict[str, Any]:
-    """tau and c, and what they predicted of this run against what it took."""
-    texts = [h["texts"] - (h["texts"] - h["unique_texts"]) - h["cached_texts"] for h in headers]
-    seconds = [h["seconds"] for h in headers]
-    usable = [(t, s) for t, s in zip(texts, seconds, strict=True) if t > 0 and s > 0]
+    """tau and c, and what they predicted of this run against what it took.
+
+    They are those that planned the run, or else a fit over its SuperBatches where these differ
+    enough in size to tell a call's cost from a text's.
+    """
+    measured = [(h["unique_texts"] - h["cached_texts"], h["seconds"]) for h in headers]
+    measured = [(n, s) for n, s in measured if n > 0 and s > 0]
+    texts, seconds = [n for n, _ in measured], [s for _, s in measured]
     model = CostModel(plan["tau"], plan["c"]) if plan.get("tau") is not None else None
-    if model is None and len({t for t, _ in usable}) >= 5:
-        model = fit([1] * len(usable), [t for t, _ in usable], [s for _, s in usable])
+    if model is None and len(set(texts)) >= 5 and max(texts) >= 2 * min(texts):
+        model = fit([1] * len(texts), texts, seconds)
     return {
         "tau_seconds_per_call": model.tau if model else None,
         "c_seconds_per_text": model.c if model else None,
-        "predicted_seconds": round(model.seconds(len(usable), sum(texts)), 3) if model else None,
-        "measured_seconds": round(float(np.sum(seconds)), 3),
+        "predicted_seconds": round(model.seconds(len(texts), sum(texts)), 3) if model else None,
+        "measured_seconds": round(sum(seconds), 3),
     }
 
 
