@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -73,6 +74,8 @@ def load_encoder(config: EncoderConfig) -> Encoder:
     if is_dummy(config.model):
         return DummyEncoder(config)
     folder = read_folder(model_folder(config.model))
+    # read when torch loads: threads that spin at barriers starve reading and writing of the cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from surge_beam.gpu.device import choose_device, use_all_cores
     from surge_beam.gpu.packed import load_packed
     from surge_beam.gpu.sentence_transformer import load_sentence_transformer

@@ -67,7 +67,7 @@ class Bucket:
     def keys(self, path: str) -> dict[str, Any]:
         found = self.fs.find(f"{self.name}/{path}", detail=True)
         start = len(f"{self.name}/{path}/")
-        return {name[start:]: info["ETag"] for name, info in found.items()}
+        return {name[start:]: x["ETag"] for name, x in found.items() if x["type"] == "file"}
 
     def upload(self, folder: Path, path: str) -> str:
         for file in folder.rglob("*"):

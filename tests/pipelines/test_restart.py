@@ -185,7 +185,7 @@ def test_kill_at_every_step_of_publishing(tmp_path: Path) -> None:
     write_rows(corpus / "service=nulls" / "data.parquet", nulls)
     quick_job(output=tmp_path / "whole", **options)
     first = last = 0
-    for step in range(0, 1000, 1 if KILLS > 6 else 9):
+    for step in range(0, 1000, 1 if KILLS > 6 else 14):
         again = tmp_path / "again"
         shutil.rmtree(again, ignore_errors=True)
         shutil.copytree(output, again)
@@ -216,7 +216,7 @@ def test_every_operation_fails_once(
     quick_job(output=tmp_path / "whole", **options)
     real = getattr(Store, operation)
     # every step where many kills are asked for, else some of them
-    sampled = {"put": (0, 6, 10), "rename": (3, 9, 15), "remove": (0, 1, 1)}
+    sampled = {"put": (1, 8, 10), "rename": (4, 13, 15), "remove": (0, 2, 1)}
     first, stride, least = sampled[operation]
     for step in range(first, 1000, 1 if KILLS > 6 else stride):
         again = tmp_path / "again"
