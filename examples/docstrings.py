@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     builder = commands.add_parser("build", help="write the corpus")
     builder.add_argument("out", type=Path)
-    builder.add_argument("--max_rows", type=int, default=9_000)
+    builder.add_argument("--max_rows", type=int, default=5_200)
     finder = commands.add_parser("search", help="nearest docstrings of an embedded corpus")
     finder.add_argument("folder", type=Path)
     finder.add_argument("--query", action="append", required=True)

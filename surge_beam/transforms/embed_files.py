@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import resource
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ import apache_beam as beam
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
@@ -30,7 +32,15 @@ from surge_beam.records import (
 )
 from surge_beam.transforms import manifest
 from surge_beam.transforms.exchange import SCATTER_LIMIT, Bucket, Exchange, spread, stretch
-from surge_beam.transforms.files import Store, absolute, absolute_model, list_input
+from surge_beam.transforms.files import (
+    InputFile,
+    Store,
+    absolute,
+    absolute_model,
+    filesystem,
+    list_input,
+)
+from surge_beam.transforms.guard import UnreadableFileError
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
 from surge_beam.transforms.plan import Planner, SplitPartition, summary_json
@@ -39,6 +49,7 @@ from surge_beam.transforms.read import (
     ReadSegment,
     Scanner,
     SuperBatchReader,
+    first_contact,
     record_json,
     write_file_letters,
 )
@@ -48,6 +59,7 @@ from surge_beam.transforms.write import Committer, EncodedSegment, WriteConfig, 
 NAMESPACE = "surge_beam"
 PLAN = "_surge/plan.json"
 FLOOR_ROWS = 1024
+SAMPLE_FILES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +197,8 @@ class _List(beam.DoFn):
         listing = list_input(pattern, exclude=self._config.output)
         for file in listing.files:
             yield pack(file)
-        sample = [f for f in listing.files if f.format == "parquet" and f.compression is None][:3]
+        plain = [f for f in listing.files if f.format == "parquet" and f.compression is None]
+        sample = plain[:: max(1, len(plain) // SAMPLE_FILES)][:SAMPLE_FILES]
         yield beam.pvalue.TaggedOutput("about", (listing.passed_over, pack(sample)))
 
 
@@ -219,27 +232,22 @@ class _Calibrate(beam.DoFn):
         yield calibrate(worker, _sample_texts(unpack(about[1]), self._config.read.text_column))
 
 
-def _sample_texts(files: list, column: str, count: int = 256) -> list[str]:
-    """A few hundred texts of the first readable file; a stand-in of usual length without one."""
-    import pyarrow.parquet as pq
-
-    from surge_beam.transforms.files import filesystem
-    from surge_beam.transforms.guard import UnreadableFileError
-    from surge_beam.transforms.read import first_contact
-
+def _sample_texts(files: list[InputFile], column: str) -> list[str]:
+    """Some hundreds of texts of the files; a stand-in of usual length where none can be read."""
+    texts: list[str] = []
     for file in files:
         try:
             first_contact("verify_row_group", file.url, row_group=0, columns=[column])
             fs, path = filesystem(file.url)
             with fs.open(path, "rb") as handle:
                 parquet = pq.ParquetFile(handle)
-                batch = next(parquet.iter_batches(count, row_groups=[0], columns=[column]))
-                texts = batch.column(0).drop_null().cast(pa.string()).to_pylist()
-            if texts:
-                return texts
+                batch = next(parquet.iter_batches(64, row_groups=[0], columns=[column]))
+                texts += batch.column(0).drop_null().cast(pa.string()).to_pylist()
         except (UnreadableFileError, pa.ArrowException, OSError, KeyError, StopIteration):
             continue
-    return [f"row {i}: a text of about the usual length, of a dozen words or so" for i in range(64)]
+    stand_in = "row {}: a text of about the usual length, of a dozen words or so"
+    # spread, since a sample smaller than a measurement is its first texts
+    return random.Random(0).sample(texts, len(texts)) or [stand_in.format(i) for i in range(64)]
 
 
 class _Plan(beam.DoFn):

@@ -124,7 +124,7 @@ def test_every_row_once_within_bounds(
     ],
 )
 def test_limits_are_checked(limits: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="m(in_rows|ax_bytes) must be"):
+    with pytest.raises(ValueError, match=r"m(in_rows|ax_bytes) must be"):
         Limits(**limits)
 
 

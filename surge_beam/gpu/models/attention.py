@@ -32,12 +32,13 @@ def attend(
       bias: added to the scores, [1, heads, L, L] by the length L of a sequence.
 
     Returns:
-      [T, heads * d], contiguous.
+      [T, heads * d], contiguous; zero for filling.
     """
     if query.is_cuda and bias is None and query.dtype in (torch.float16, torch.bfloat16):
         return _attend_varlen(query, key, value, batch, causal, window)
     tokens, heads, width = query.shape
     out = torch.empty(tokens, heads * width, dtype=query.dtype, device=query.device)
+    out[batch.runs[-1].stop :] = 0
     for run in batch.runs:
         part = slice(run.start, run.stop)
         q, k, v = (

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_FEW, _SMALL_STEP, _STEP = 512, 16, 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -33,10 +35,12 @@ class PackedBatch:
     """Packed tokens of n sequences, T tokens in all.
 
     Attributes:
-      ids: token ids, int64 [T].
+      ids: token ids, int64 [T]. On a CPU, T is rounded up: oneDNN keeps memory for every number
+        of rows it has met. The tokens after the last sequence are filling, whose states mean
+        nothing.
       positions: position of each token in its own sequence from 0, int64 [T].
-      offsets: first token of each sequence and T at the end, int32 [n + 1], on the device.
-      runs: the sequences as runs of equal length; they cover all tokens in order.
+      offsets: first token of each sequence and the end of the last, int32 [n + 1], on the device.
+      runs: the sequences as runs of equal length; they cover all but the filling, in order.
     """
 
     ids: Tensor
@@ -66,6 +70,9 @@ def pack(
     begins = ends - lengths
     positions = np.arange(ends[-1], dtype=np.int64) - np.repeat(begins, lengths)
     ids = flat_ids[np.repeat(starts, lengths) + positions].astype(np.int64)
+    if device.type == "cpu":
+        filling = -len(ids) % (_STEP if len(ids) >= _FEW else _SMALL_STEP)
+        ids, positions = np.pad(ids, (0, filling), "edge"), np.pad(positions, (0, filling))
     cuts = np.flatnonzero(np.diff(lengths)) + 1
     firsts = np.concatenate([[0], cuts])
     counts = np.diff(np.concatenate([firsts, [len(rows)]]))

@@ -79,7 +79,9 @@ def positions(batch: PackedBatch, pad_id: int | None) -> Tensor:
     counted = torch.cumsum(real, 0)
     bounds = batch.offsets.long()
     before = torch.cat([counted.new_zeros(1), counted])[bounds[:-1]]
-    counted = counted - torch.repeat_interleave(before, bounds.diff())
+    before = torch.repeat_interleave(before, bounds.diff())
+    counted[: len(before)] -= before
+    counted[len(before) :] = 0
     return counted * real + pad_id
 
 
