@@ -44,7 +44,7 @@ embed: venv
 	@echo "embeddings: $(CURDIR)/$(OUT)/embedded"
 
 test: venv
-	$(BIN)/python -m pytest -q -ra $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -ra -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff format --check .

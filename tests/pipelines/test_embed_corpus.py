@@ -1,0 +1,96 @@
+"""The command line with a real model on real corpora, held to sentence-transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines import embed_corpus
+from surge_beam.gpu.encoder import model_folder
+from tests.pipelines.harness import read_output
+
+
+@functools.cache
+def _oracle():
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(model_folder("all-MiniLM-L6-v2")), device="cpu")
+
+
+def _services(data: Path) -> tuple[pa.Table, str, tuple[str, ...]]:
+    table = pq.read_table(data / "api_docs_by_service" / "docs.parquet")
+    counts = table.column("service").value_counts().to_pylist()
+    small = [c["values"] for c in counts if c["counts"] <= 12][:12]
+    return table.filter(pc.is_in(table["service"], pa.array(small))), "text", ("service",)
+
+
+def _owners(data: Path) -> tuple[pa.Table, str, tuple[str, ...]]:
+    table, text, _ = _services(data)
+    return table, text, ("service", "owner")
+
+
+def _poets(data: Path) -> tuple[pa.Table, str, tuple[str, ...]]:
+    table = pq.read_table(data / "tang_poems_by_author" / "poems.parquet")
+    return table.slice(20_000, 90), "text", ("author",)
+
+
+def _actors(data: Path) -> tuple[pa.Table, str, tuple[str, ...]]:
+    table = pq.read_table(data / "movies_by_actor" / "movies.parquet").slice(9_000, 40)
+    parents = pc.list_parent_indices(table["cast"])
+    exploded = table.drop_columns(["cast"]).take(parents)
+    return exploded.append_column("actor", pc.list_flatten(table["cast"])), "extract", ("actor",)
+
+
+@pytest.mark.parametrize("corpus", [_services, _owners, _poets, _actors])
+def test_every_partition_equals_sentence_transformers(corpus, shared_data, tmp_path):
+    table, text, keys = corpus(shared_data)
+    source, output = tmp_path / "in.parquet", tmp_path / "out"
+    pq.write_table(table, source, row_group_size=50)
+    arguments = ["--input", str(source), "--output", str(output), "--text_column", text]
+    arguments += ["--partition_by", ",".join(keys), "--device", "cpu", "--min_rows", "64"]
+    assert embed_corpus.main(arguments) == 0
+
+    expected: dict[tuple, list[int]] = {}
+    for row, key in enumerate(zip(*(table[k].to_pylist() for k in keys), strict=True)):
+        expected.setdefault(key, []).append(row)
+    vectors = _oracle().encode(table[text].to_pylist())
+    partitions = read_output(output)
+    assert len(partitions) == len(expected)
+    rows = 0
+    for part in partitions.values():
+        values = json.loads(part.schema.metadata[b"surge.partition"])
+        own = expected[tuple(values[k]["value"] for k in keys)]
+        assert part[text].to_pylist() == table[text].take(own).to_pylist()
+        ours = np.stack(part["embedding"].to_numpy())
+        assert ours.dtype == np.float32
+        assert (np.sum(ours * vectors[own], axis=1) >= 0.99999).all()
+        rows += part.num_rows
+    report = json.loads((output / "_surge" / "report.json").read_text())
+    assert rows == report["rows_in"] == report["rows_out"] == table.num_rows
+    assert report["peak_memory"] < report["memory_bound"]
+
+
+def test_bfloat16_and_options_of_the_vectors(shared_data, tmp_path):
+    table, text, keys = _services(shared_data)
+    table = table.slice(0, 40)
+    source, output = tmp_path / "in.parquet", tmp_path / "out"
+    pq.write_table(table, source)
+    arguments = ["--input", str(source), "--output", str(output), "--partition_by", keys[0]]
+    arguments += ["--device", "cpu", "--dtype", "bfloat16", "--output_dtype", "float16"]
+    arguments += ["--truncate_dim", "128", "--min_rows", "64", "--keep_columns", text]
+    assert embed_corpus.main(arguments) == 0
+    whole = pa.concat_tables(
+        [t.replace_schema_metadata(None) for t in read_output(output).values()]
+    )
+    assert whole.column_names == [text, "embedding"]
+    assert whole.schema.field("embedding").type == pa.list_(pa.float16(), 128)
+    vectors = _oracle().encode(whole[text].to_pylist(), truncate_dim=128, normalize_embeddings=True)
+    ours = np.stack(whole["embedding"].to_numpy()).astype(np.float32)
+    assert (np.sum(ours * vectors, axis=1) >= 0.999).all()
