@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Before any test module imports a library that reads them.
@@ -14,6 +15,10 @@ os.environ.update(
     MPLBACKEND="Agg",
     AWS_EC2_METADATA_DISABLED="true",
 )
+
+# The same cases in every run: what a search finds belongs in a test of its own.
+hypothesis.settings.register_profile("surge", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("surge")
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -19,7 +19,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from surge_beam.records import DEAD_LETTER_SCHEMA
@@ -337,6 +337,8 @@ def test_csv_stays_linear(tmp_path: Path, pattern: bytes) -> None:
 def test_csv_round_trip(
     tmp_path: Path, rows: list[list[str]], quoting: Any, newline: str, final: bool
 ) -> None:
+    # Python 3.11 leaves a carriage return bare there, and one before the newline ends the row
+    assume(quoting == csv.QUOTE_ALL or not any("\r" in value for row in rows for value in row))
     data = io.StringIO()
     writer = csv.writer(data, quoting=quoting, lineterminator=newline)
     writer.writerows([["a", "b,", 'c"\n'], *rows])
