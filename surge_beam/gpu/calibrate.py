@@ -12,14 +12,14 @@ import pyarrow as pa
 from surge_beam.gpu.worker import EncodeWorker
 from surge_beam.policy.costs import CostModel, fit
 
-CALLS = (1, 2, 4, 8, 16)
+CALLS = (1, 2, 3, 5, 8)
 SECONDS = 0.1
 MAX_ROWS = 4096
 REPEATS = 3
 
 
 def calibrate(worker: EncodeWorker, texts: Sequence[str], *, rows: int = 32) -> CostModel:
-    """Encodes the same rows in 1, 2, 4, 8 and 16 calls and fits T = C * tau + N * c.
+    """Encodes the same rows in 1, 2, 3, 5 and 8 calls and fits T = C * tau + N * c.
 
     The texts are encoded without the worker's cache and deduplication, since a repeated text that
     costs nothing would say nothing about c. A device on which ``rows`` of them take less than a
