@@ -26,7 +26,6 @@ from surge_beam.records import (
     DeadLetter,
     EncoderConfig,
     SuperBatchPlan,
-    dead_letter_table,
     pack,
     unpack,
 )
@@ -43,7 +42,7 @@ from surge_beam.transforms.files import (
 from surge_beam.transforms.guard import UnreadableFileError
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
-from surge_beam.transforms.plan import Planner, SplitPartition, summary_json
+from surge_beam.transforms.plan import Planner, SplitPartition
 from surge_beam.transforms.read import (
     ReadConfig,
     ReadSegment,
@@ -51,7 +50,7 @@ from surge_beam.transforms.read import (
     SuperBatchReader,
     first_contact,
     record_json,
-    write_file_letters,
+    write_unreadable,
 )
 from surge_beam.transforms.superbatch import refuse_dask
 from surge_beam.transforms.write import Committer, EncodedSegment, WriteConfig, publish
@@ -274,7 +273,7 @@ class _Plan(beam.DoFn):
             yield beam.pvalue.TaggedOutput("splits", (split.fingerprint, pack(split)))
         planner.tidy(store, self._config.run, prune=self._config.prune)
         plan = {
-            **json.loads(summary_json(planner.summary)),
+            **dataclasses.asdict(planner.summary),
             **dataclasses.asdict(limits),
             "run": self._config.run,
             "passed_over": about[0],
@@ -416,11 +415,7 @@ class _Encode(beam.DoFn):
         config = self._config.read
         segments, broken = self._reader.read(plan)
         for file, reason in broken.items():
-            source = plan.files[file]
-            letter = DeadLetter(
-                stage="read", error="UnreadableRowGroup", message=reason, file=source.url
-            )
-            write_file_letters(self._store, source, dead_letter_table([letter]))
+            write_unreadable(self._store, plan.files[file], reason)
         letters = [self._null_texts(plan, segment) for segment in segments]
         texts = pa.chunked_array(
             [c for s in segments for c in _text_chunks(s.table.column(config.text_column))],

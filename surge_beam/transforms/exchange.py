@@ -19,12 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from surge_beam.records import (
-    DeadLetter,
     Slice,
     SourceFile,
     SuperBatchPlan,
     SurgeError,
-    dead_letter_table,
     pack,
     unpack,
 )
@@ -34,7 +32,7 @@ from surge_beam.transforms.read import (
     ROW_COLUMN,
     STAGING,
     SuperBatchReader,
-    write_file_letters,
+    write_unreadable,
 )
 
 # decoding a row this many times costs about as much as writing and reading it once more
@@ -160,13 +158,7 @@ class Exchange:
         owner = np.arange(len(ranges))
         found = self._reader.read_rows(task.source, np.column_stack([ranges[:, :2], owner]))
         if found.reason is not None:
-            letter = DeadLetter(
-                stage="read",
-                error="UnreadableRowGroup",
-                message=found.reason,
-                file=task.source.url,
-            )
-            write_file_letters(self._store, task.source, dead_letter_table([letter]))
+            write_unreadable(self._store, task.source, found.reason)
         lost = np.zeros(int(ranges[:, 2].max()) + 1, np.int64)
         np.add.at(lost, ranges[found.lost[:, 1], 2], found.lost[:, 0])
         bucket = ranges[found.owner, 2]

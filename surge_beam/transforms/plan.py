@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import posixpath
 from collections.abc import Iterable, Iterator
 
@@ -15,10 +14,8 @@ from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan, unpac
 from surge_beam.transforms import manifest
 from surge_beam.transforms.exchange import scatter
 from surge_beam.transforms.files import Store, digest
-from surge_beam.transforms.read import FILE_LETTERS, SCANS, FileRuns
+from surge_beam.transforms.read import FILE_LETTERS, SCANS, UNREADABLE, FileRuns
 from surge_beam.transforms.write import ROW_LETTERS
-
-UNREADABLE = "UnreadableRowGroup"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,19 +129,21 @@ class Planner:
         done[present] = self._committed.table["fingerprint"][at[present]] == wanted[present]
         self._summarise(at, present, done)
         whole, rest = [], []
-        for batch in cut_superbatches(self.rows, self._bytes, limits):
+        cut = cut_superbatches(self.rows, self._bytes, limits)
+        for batch in cut:
             left = [p for p in batch if not self._is_done(p, done)]
             if len(left) == len(batch):
                 whole.append(left)
             else:
                 rest.extend(left)
         whole.extend(self._recut(rest, limits))
+        replaced = present | self._committed.unfinished
         for batch in whole:
             self.summary.superbatches += 1
             self.summary.rows_planned += sum(p.rows for p in batch)
-            yield self._superbatch(batch, present | self._committed.unfinished)
+            yield self._superbatch(batch, replaced)
         split: dict[int, int] = {}
-        for batch in cut_superbatches(self.rows, self._bytes, limits):
+        for batch in cut:
             for piece in batch:
                 if piece.parts > 1 and not done[piece.partition]:
                     split[piece.partition] = piece.parts
@@ -276,7 +275,3 @@ def letter_errors(store: Store, name: str) -> list[str]:
     """The kinds of error in a file of dead letters."""
     with store.fs.open(store.path(name), "rb") as file:
         return pq.read_table(file, columns=["error"]).column(0).to_pylist()
-
-
-def summary_json(summary: PlanSummary) -> str:
-    return json.dumps(dataclasses.asdict(summary))

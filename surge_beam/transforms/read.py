@@ -39,6 +39,7 @@ FILE_COLUMN = "__surge_file"
 STAGING = "_surge/staging"
 SCANS = "_surge/scans"
 FILE_LETTERS = "_surge/dead_letters/files"
+UNREADABLE = "UnreadableRowGroup"
 MAX_RUNS_PER_ELEMENT = 50_000
 BATCH_ROWS = 4096
 ATTEMPTS = 3
@@ -255,6 +256,12 @@ def _stretches(runs: FileRuns) -> Iterator[FileRuns]:
             runs.nbytes[to],
             dead_letters=runs.dead_letters if at == 0 else 0,
         )
+
+
+def write_unreadable(store: Store, source: SourceFile, reason: str) -> None:
+    """The one dead letter of a file some of whose row groups cannot be decoded."""
+    letter = DeadLetter(stage="read", error=UNREADABLE, message=reason, file=source.url)
+    write_file_letters(store, source, dead_letter_table([letter]))
 
 
 def write_file_letters(store: Store, source: SourceFile, table: pa.Table) -> None:

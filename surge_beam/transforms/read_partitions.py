@@ -21,6 +21,7 @@ from surge_beam.transforms.guard import UnreadableFileError
 from surge_beam.transforms.partitions import hive_values
 from surge_beam.transforms.read import (
     ROW_COLUMN,
+    UNREADABLE,
     ReadConfig,
     check_schema,
     first_contact,
@@ -159,7 +160,7 @@ def read_file(source: SourceFile, config: ReadConfig) -> Iterator[pa.RecordBatch
                 try:
                     first_contact("verify_row_group", source=url, row_group=group, columns=columns)
                 except UnreadableFileError as error:
-                    yield _file_letter(source, error, kind="UnreadableRowGroup")
+                    yield _file_letter(source, error, kind=UNREADABLE)
                     continue
                 for batch in file.iter_batches(
                     BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
