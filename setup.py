@@ -32,6 +32,7 @@ setup(
             "torch>=2.2",
             "transformers>=4.41",
         ],
+        "gguf": ["gguf>=0.10"],
         "vllm": ["vllm"],
         "s3": ["s3fs"],
         "gcs": ["gcsfs"],

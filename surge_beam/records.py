@@ -7,6 +7,7 @@ other module of the package may import it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 from typing import Any
 
@@ -179,6 +180,236 @@ class SuperBatchPlan:
     @property
     def rows(self) -> int:
         return sum(s.rows for s in self.segments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a completion's tokens are chosen and when it ends. The defaults decode greedily.
+
+    Attributes:
+      max_tokens: most tokens decoded, at least 1; None goes on to the model's context length.
+      temperature: 0 takes the likeliest token; else logits are divided by it.
+      top_k: keep the k likeliest tokens; 0 keeps all.
+      top_p: keep the fewest likeliest tokens whose probabilities reach this sum, in (0, 1].
+      min_p: drop tokens less probable than this share of the likeliest one's, in [0, 1].
+      repetition_penalty: logits of tokens seen in prompt or output are divided by it if
+        positive, multiplied if negative; 1 changes nothing.
+      stop: texts that end the completion; it is cut before the earliest of them.
+      stop_token_ids: tokens that end it, besides the model's own.
+      ignore_eos: go on after the model's own end tokens.
+      seed: of this row alone; None takes the engine's seed.
+      logprobs: report the log-probability of every token, and of so many likeliest ones; None
+        reports none.
+      end_on_repetition: end a completion that has run into a loop.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    end_on_repetition: bool = False
+
+    def __post_init__(self) -> None:
+        def reject(name: str, wanted: str) -> None:
+            raise SurgeError(f"{name} must be {wanted}, not {getattr(self, name)!r}")
+
+        if self.max_tokens is not None and self.max_tokens < 1:
+            reject("max_tokens", "at least 1")
+        if not (0.0 <= self.temperature < float("inf")):
+            reject("temperature", "a number from 0 up")
+        if self.top_k < 0:
+            reject("top_k", "0 or more")
+        if not (0.0 < self.top_p <= 1.0):
+            reject("top_p", "above 0 and at most 1")
+        if not (0.0 <= self.min_p <= 1.0):
+            reject("min_p", "from 0 to 1")
+        if not (0.0 < self.repetition_penalty < float("inf")):
+            reject("repetition_penalty", "above 0")
+        if not all(self.stop):
+            reject("stop", "texts that are not empty")
+        if self.logprobs is not None and self.logprobs < 0:
+            reject("logprobs", "0 or more")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to complete.
+
+    Attributes:
+      custom_id: names the row; a sampled row's random numbers depend on it.
+      prompt_ids: token ids of the prompt.
+      sampling: how to decode it.
+      priority: higher ones are admitted first and parked last.
+    """
+
+    custom_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    priority: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Natural logarithm of a decoded token's probability before any filtering, and of the
+    likeliest ones, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What became of a request.
+
+    Attributes:
+      custom_id: the request's.
+      token_ids: the tokens decoded, an end token included.
+      text: their text without special tokens, cut before a stop text.
+      finish_reason: ``stop``, ``length`` (its own limit or the context), ``repetition``,
+        ``capacity`` (it can never fit the KV pool), ``cancelled`` or ``error``.
+      prompt_tokens, completion_tokens: counts; the end token counts.
+      cached_tokens: prompt tokens whose KV was there already, at its first prefill.
+      logprobs: one a token, where asked for.
+      parks, evictions: how often its KV went to the host, or was dropped.
+      error: the reason, where finish_reason is ``error`` or ``capacity``.
+    """
+
+    custom_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    parks: int = 0
+    evictions: int = 0
+    error: str | None = None
+
+
+CHECKPOINT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A sequence in its portable form, tokens only: another process finishes it with the same
+    tokens (BatchGen, arXiv 2606.21712).
+
+    Its random numbers come from (seed, custom_id, position), so their state is that alone.
+
+    Attributes:
+      request: the request as submitted; its seed is filled in.
+      output_ids: tokens decoded so far.
+      baseline: of these, how many an earlier prefill has taken into the prompt's KV; a later
+        prefill appends only what lies beyond.
+      cached_tokens, parks, evictions: as in ``Completion``, so far.
+      logprobs: so far.
+      version: of this layout.
+    """
+
+    request: Request
+    output_ids: tuple[int, ...] = ()
+    baseline: int = 0
+    cached_tokens: int = 0
+    parks: int = 0
+    evictions: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    version: int = CHECKPOINT_VERSION
+
+    def to_json(self) -> str:
+        """As JSON text, for a file or an element between stages."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Checkpoint:
+        """Raises SurgeError if the text is no checkpoint of this version."""
+        try:
+            fields = json.loads(text)
+            version = fields["version"]
+            if version != CHECKPOINT_VERSION:
+                raise SurgeError(
+                    f"a checkpoint of version {version} cannot be read; this is version "
+                    f"{CHECKPOINT_VERSION}"
+                )
+            request = fields.pop("request")
+            sampling = request.pop("sampling")
+            for name in ("stop", "stop_token_ids"):
+                sampling[name] = tuple(sampling[name])
+            request["prompt_ids"] = tuple(map(int, request["prompt_ids"]))
+            fields["output_ids"] = tuple(map(int, fields["output_ids"]))
+            fields["logprobs"] = tuple(
+                TokenLogprob(x["token_id"], x["logprob"], tuple((i, p) for i, p in x["top"]))
+                for x in fields["logprobs"]
+            )
+            checkpoint = cls(
+                request=Request(sampling=SamplingParams(**sampling), **request), **fields
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise SurgeError(f"not a checkpoint: {error}") from error
+        if not 0 <= checkpoint.baseline <= len(checkpoint.output_ids):
+            raise SurgeError("not a checkpoint: its baseline lies beyond its output")
+        return checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The recipe of a decode engine; a worker builds the engine from it.
+
+    Attributes:
+      model: a Hugging Face folder, a name of a bundled model, or ``dummy`` for a stand-in
+        without torch.
+      dtype: ``auto`` (float32 on CPU, bfloat16 on CUDA), ``float32``, ``bfloat16``, ``float16``.
+      device: ``auto``, ``cpu`` or ``cuda``.
+      require_accelerator: fail at start where the device is not CUDA.
+      max_sequences: slots N, sequences decoded at once.
+      page_size: tokens of a KV page, a power of two.
+      kv_bytes: bytes of the KV pool; None takes a fraction of the memory that is free.
+      host_kv_bytes: bytes of host copies of parked sequences; 0 evicts instead of parking.
+      max_prefill_tokens: prompt tokens in one step; a longer prompt is prefilled in chunks.
+      max_context: most tokens of prompt and completion; None takes the model's own.
+      schedule: ``eb``, ``mb`` or ``eb+``.
+      share_prefixes: keep and share the KV of equal prefixes.
+      profile: JSON file of step-time models that ``calibrate`` wrote; None measures none and
+        takes the cautious defaults.
+      seed: of rows without their own.
+    """
+
+    model: str = "SmolLM2-135M-Instruct"
+    dtype: str = "auto"
+    device: str = "auto"
+    require_accelerator: bool = False
+    max_sequences: int = 32
+    page_size: int = 16
+    kv_bytes: int | None = None
+    host_kv_bytes: int = 0
+    max_prefill_tokens: int = 1024
+    max_context: int | None = None
+    schedule: str = "eb+"
+    share_prefixes: bool = True
+    profile: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("eb", "mb", "eb+"):
+            raise SurgeError(f"schedule must be eb, mb or eb+, not {self.schedule!r}")
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise SurgeError(f"page_size must be a power of two, not {self.page_size}")
+        for name in ("max_sequences", "max_prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise SurgeError(f"{name} must be at least 1, not {getattr(self, name)}")
 
 
 def pack(value: Any) -> bytes:

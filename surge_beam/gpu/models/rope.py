@@ -39,7 +39,11 @@ def default_frequencies(theta: float, width: int) -> Tensor:
 
 
 def rope_from_config(config: Any, parameters: dict[str, Any], width: int, **layer: Any) -> Rope:
-    """The rope that a transformers config asks for; its type must be in ``FIXED_TYPES``."""
+    """The rope that a transformers config asks for.
+
+    Types beyond ``FIXED_TYPES`` come out as they are for a sequence no longer than the model was
+    trained on.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = parameters.get("rope_type", "default")

@@ -1,0 +1,662 @@
+"""The decode engine: one loop that admits, prefills, decodes, parks and resumes sequences."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from surge_beam.gpu.kv_cache import OutOfPages, PagePool
+from surge_beam.gpu.loading import load_controller, load_runner
+from surge_beam.gpu.randomness import sequence_key
+from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Runner, SampleRow, StepBatch
+from surge_beam.gpu.sequence import HostCopy, Sequence, State
+from surge_beam.gpu.stopping import StopChecker
+from surge_beam.policy import residency
+from surge_beam.policy.phases import PhaseController, PhaseView, StepPlan
+from surge_beam.policy.residency import ResidencyDecision, ResidencyView, SequenceView
+from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, SurgeError
+
+_QUEUE_PER_SLOT = 4
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counts since the engine began.
+
+    Attributes:
+      steps, seconds: by kind of step: ``prefill``, ``decode``, ``mixed``.
+      prefill_tokens: tokens whose KV was computed in prefill, repeats after eviction included.
+      recomputed_tokens: those of them that were computed before.
+      decode_tokens: tokens computed one a step.
+      sampled_tokens: tokens chosen.
+      prefix_tokens_saved: tokens whose KV was found in the pool instead.
+      parks, resumes, evictions, copies_failed: of sequences.
+      finished: completions by finish reason.
+      kv_bytes_read: keys and values that attention read, over all layers.
+      kv_bytes_unshared: what it would have read had each sequence read its prefix alone.
+      peak_pages: most KV pages held at once.
+      memory_ceiling: tokens of the largest step after one that ran out of memory; None if none
+        did.
+    """
+
+    steps: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    seconds: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float)
+    )
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    decode_tokens: int = 0
+    sampled_tokens: int = 0
+    prefix_tokens_saved: int = 0
+    parks: int = 0
+    resumes: int = 0
+    evictions: int = 0
+    copies_failed: int = 0
+    finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    kv_bytes_read: int = 0
+    kv_bytes_unshared: int = 0
+    peak_pages: int = 0
+    memory_ceiling: int | None = None
+
+
+@dataclasses.dataclass
+class _Chunk:
+    """New tokens of one sequence in a step."""
+
+    sequence: Sequence
+    count: int
+    last: bool
+    registered: list[int] = dataclasses.field(default_factory=list)
+
+
+class Engine:
+    """Completes requests over one model.
+
+    ``submit`` and ``cancel`` may be called from any thread; one thread at a time may draw
+    completions, which is what drives the loop. Use it as a context manager, or ``close`` it.
+
+    Args:
+      config: the recipe.
+      runner: built from the recipe if not given.
+      controller: when to prefill and when to decode; built from the recipe if not given.
+      decide: the boundary decision.
+      clock: seconds, for step times.
+
+    Raises:
+      SurgeError: if the model cannot be loaded or the device is missing.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        runner: Runner | None = None,
+        controller: PhaseController | None = None,
+        decide: Callable[[ResidencyView], ResidencyDecision] = residency.decide,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.runner = runner if runner is not None else load_runner(config)
+        self.pool = PagePool(self.runner.pages, self.runner.page_size, share=config.share_prefixes)
+        self.controller = (
+            controller if controller is not None else load_controller(config, self.runner)
+        )
+        self._decide, self._clock = decide, clock
+        self.context_length = min(
+            self.runner.context_length, config.max_context or self.runner.context_length
+        )
+        # a chunk ends on a page's end, so a step holds at least a page
+        self._step_tokens = max(config.max_prefill_tokens, self.runner.page_size)
+        self._slots = config.max_sequences
+        self._host_pages = config.host_kv_bytes // max(1, self.runner.page_bytes)
+        self.stats = EngineStats()
+        self._lock = threading.Lock()
+        self._inbox: collections.deque[Sequence] = collections.deque()
+        self._cancelled: set[str] = set()
+        self._alive: dict[str, Sequence] = {}
+        self._arrived = 0
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._running: list[Sequence] = []
+        self._parked: list[Sequence] = []
+        self._finished: collections.deque[Completion] = collections.deque()
+        self._closed = False
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def submit(self, request: Request | Checkpoint) -> None:
+        """Queues a request, or an unfinished sequence from anywhere.
+
+        What cannot be decoded comes out as a completion with ``error`` or ``capacity``.
+
+        Raises:
+          SurgeError: if the engine is closed, or a request of that custom_id is under way.
+        """
+        checkpoint = request if isinstance(request, Checkpoint) else Checkpoint(request=request)
+        custom_id = checkpoint.request.custom_id
+        if checkpoint.request.sampling.seed is None:
+            checkpoint = _with_seed(checkpoint, self.config.seed)
+        limit = self.context_length - len(checkpoint.request.prompt_ids)
+        if checkpoint.request.sampling.max_tokens is not None:
+            limit = min(limit, checkpoint.request.sampling.max_tokens)
+        stop = StopChecker(
+            self.runner.decode_text,
+            checkpoint.request.sampling,
+            self.runner.stop_ids,
+            max(1, limit),
+        )
+        with self._lock:
+            if self._closed:
+                raise SurgeError("the engine is closed")
+            if custom_id in self._alive:
+                raise SurgeError(f"a request with custom_id {custom_id!r} is under way already")
+            assert checkpoint.request.sampling.seed is not None
+            sequence = Sequence(
+                checkpoint,
+                index=self._arrived,
+                key=sequence_key(checkpoint.request.sampling.seed, custom_id),
+                stop=stop,
+                limit=max(1, limit),
+            )
+            self._arrived += 1
+            self._alive[custom_id] = sequence
+            self._inbox.append(sequence)
+
+    def cancel(self, custom_id: str) -> bool:
+        """Ends a request as ``cancelled`` at the next step; False if none of that name is alive."""
+        with self._lock:
+            if custom_id not in self._alive:
+                return False
+            self._cancelled.add(custom_id)
+            return True
+
+    def completions(self) -> Iterator[Completion]:
+        """Completions as they finish, until nothing is left to do."""
+        while True:
+            while self._finished:
+                yield self._finished.popleft()
+            if not self.step() and not self._finished:
+                return
+
+    def stream(self, requests: Iterable[Request | Checkpoint]) -> Iterator[Completion]:
+        """Completions as they finish; draws requests only as room for them comes, so that any
+        number of them may pass through.
+        """
+        source = iter(requests)
+        more = True
+        while True:
+            while more and len(self._alive) < _QUEUE_PER_SLOT * self._slots:
+                request = next(source, None)
+                if request is None:
+                    more = False
+                else:
+                    self.submit(request)
+            progressed = self.step()
+            while self._finished:
+                yield self._finished.popleft()
+            if not progressed and not more:
+                return
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Completions of all requests, in their order."""
+        order: list[str] = []
+
+        def noted() -> Iterator[Request]:
+            for request in requests:
+                order.append(request.custom_id)
+                yield request
+
+        done = {completion.custom_id: completion for completion in self.stream(noted())}
+        return [done[custom_id] for custom_id in order]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All unfinished sequences in their portable form, by arrival."""
+        with self._lock:
+            alive = sorted(self._alive.values(), key=lambda s: s.index)
+            return [sequence.checkpoint() for sequence in alive]
+
+    def close(self) -> None:
+        """Lets go of the model and the KV pool. Unfinished sequences are gone with it."""
+        with self._lock:
+            self._closed = True
+            self._alive.clear()
+            self._inbox.clear()
+        self._waiting.clear()
+        self._running.clear()
+        self._parked.clear()
+        close = getattr(self.runner, "close", None)
+        if close is not None:
+            close()
+
+    # --- one step ---
+
+    def step(self) -> bool:
+        """Runs one step; False if there was nothing to do."""
+        self._take_in()
+        if not (self._waiting or self._running or self._parked):
+            return False
+        self._settle()
+        plan = self.controller.plan(self._view())
+        chunks = self._schedule(plan)
+        if not chunks:
+            # what the controller hoped for had no room: whatever can go on goes on
+            chunks = self._schedule(StepPlan(prefill=True, decode=True, admit=self._slots))
+        if chunks:
+            self._run(chunks)
+        return True
+
+    def _take_in(self) -> None:
+        with self._lock:
+            arrived = list(self._inbox)
+            self._inbox.clear()
+            cancelled = [self._alive[c] for c in self._cancelled if c in self._alive]
+            self._cancelled.clear()
+        for sequence in arrived:
+            refusal = self._refusal(sequence)
+            reason = refusal[0] if refusal else sequence.stop.resume(sequence.output)
+            if reason is None:
+                self._wait(sequence)
+            else:
+                self._end(sequence, reason, refusal[1] if refusal else None)
+        for sequence in cancelled:
+            if sequence.state not in (State.DONE, State.FAILED):
+                self._end(sequence, "cancelled")
+        if cancelled:
+            self._waiting = [w for w in self._waiting if w[1].state is not State.DONE]
+            heapq.heapify(self._waiting)
+
+    def _refusal(self, sequence: Sequence) -> tuple[str, str] | None:
+        """Why a sequence cannot be decoded: finish reason and message."""
+        if sequence.prompt_tokens == 0:
+            return "error", "the prompt has no tokens"
+        ids = sequence.ids
+        if int(ids.min()) < 0 or int(ids.max()) >= self.runner.vocabulary:
+            return "error", f"a token id lies outside the vocabulary of {self.runner.vocabulary}"
+        if sequence.prompt_tokens >= self.context_length:
+            return "error", (
+                f"the prompt has {sequence.prompt_tokens} tokens and fills the context of "
+                f"{self.context_length}"
+            )
+        if self.pool.pages_for(sequence.length) > self.pool.pages:
+            room = self.pool.pages * self.pool.page_size
+            return "capacity", (
+                f"{sequence.length} tokens do not fit the KV pool of {room}; give it more kv_bytes"
+            )
+        return None
+
+    def _view(self) -> PhaseView:
+        decoding = sum(s.state is State.ACTIVE for s in self._running)
+        return PhaseView(
+            waiting=0 if self._parked else len(self._waiting),
+            prefilling=len(self._running) - decoding,
+            decoding=decoding,
+            slots=self._slots,
+            kv_short=bool(self._parked) or self.pool.available < len(self._running),
+            now=self._clock(),
+        )
+
+    # --- where KV lives ---
+
+    def _settle(self) -> None:
+        """Asks for the boundary decision until nobody lacks a page, and carries it out."""
+        size = self.pool.page_size
+        while self._parked or any(
+            s.state is State.ACTIVE and s.context == len(s.table) * size for s in self._running
+        ):
+            decision = self._decide(self._snapshot())
+            by_index = {s.index: s for s in (*self._running, *self._parked)}
+            for index in decision.park:
+                self._park(by_index[index])
+            for index in decision.evict:
+                self._evict(by_index[index])
+            for index in decision.exhausted:
+                held = by_index[index].length
+                self._end(
+                    by_index[index],
+                    "capacity",
+                    f"the KV pool of {self.pool.pages * size} tokens is full at {held} tokens",
+                )
+            for index in decision.grow:
+                if by_index[index].state is State.ACTIVE:
+                    by_index[index].table += self.pool.allocate(1)
+            for index in decision.resume:
+                self._resume(by_index[index])
+            if not (decision.park or decision.evict or decision.exhausted):
+                return
+
+    def _snapshot(self) -> ResidencyView:
+        size = self.pool.page_size
+        running = tuple(
+            SequenceView(
+                index=s.index,
+                priority=s.request.priority,
+                decoded=s.decoded,
+                needs=int(s.state is State.ACTIVE and s.context == len(s.table) * size),
+                frees=int((self.pool.references[s.table] == 1).sum()),
+                host_pages=len(s.table),
+                parkable=s.state is State.ACTIVE,
+            )
+            for s in self._running
+        )
+        parked = tuple(
+            SequenceView(
+                index=s.index,
+                priority=s.request.priority,
+                decoded=s.decoded,
+                needs=self.pool.pages_for(s.length),
+                frees=0,
+                host_pages=s.host.pages if s.host else 0,
+            )
+            for s in self._parked
+        )
+        return ResidencyView(
+            running=running,
+            parked=parked,
+            free=self.pool.available,
+            host_free=self._host_pages - sum(s.host.pages for s in self._parked if s.host),
+            slots_free=self._slots - len(self._running),
+        )
+
+    def _park(self, sequence: Sequence) -> None:
+        if sequence.state is not State.ACTIVE:
+            self._evict(sequence)
+            return
+        pages = self.pool.pages_for(sequence.context)
+        try:
+            copy = self.runner.save(sequence.table[:pages])
+        except CopyFailed:
+            self.stats.copies_failed += 1
+            self._evict(sequence)
+            return
+        sequence.host = HostCopy(copy, pages)
+        sequence.move(State.PARKED)
+        sequence.parks += 1
+        self.stats.parks += 1
+        context = sequence.context
+        self.pool.release(sequence.forget_kv())
+        sequence.context = context
+        self._running.remove(sequence)
+        self._parked.append(sequence)
+
+    def _resume(self, sequence: Sequence) -> None:
+        assert sequence.host is not None
+        context, pages = sequence.context, sequence.host.pages
+        full = context // self.pool.page_size
+        digests = self.pool.digests(sequence.ids, sequence.digests, full)
+        table = self.pool.match(sequence.ids, digests[:full], [])
+        found = len(table)
+        try:
+            table += self.pool.allocate(self.pool.pages_for(sequence.length) - found)
+            self.runner.restore(sequence.host.copy, found, table[found:pages])
+        except (CopyFailed, OutOfPages) as error:
+            self.pool.release(table)
+            if isinstance(error, CopyFailed):
+                self.stats.copies_failed += 1
+                self._evict(sequence)
+            return
+        sequence.host = None
+        sequence.table, sequence.context, sequence.registered = table, context, found
+        sequence.move(State.ACTIVE)
+        self.stats.resumes += 1
+        self._parked.remove(sequence)
+        self._running.append(sequence)
+
+    def _evict(self, sequence: Sequence) -> None:
+        (self._parked if sequence.state is State.PARKED else self._running).remove(sequence)
+        self.pool.release(sequence.forget_kv())
+        sequence.host = None
+        sequence.move(State.EVICTED)
+        sequence.evictions += 1
+        self.stats.evictions += 1
+        self._wait(sequence)
+
+    # --- what a step holds ---
+
+    def _wait(self, sequence: Sequence) -> None:
+        # those evicted come first, and of them the most decoded: the least work is done again
+        order = (-sequence.request.priority, -sequence.decoded, sequence.index)
+        heapq.heappush(self._waiting, (order, sequence))
+
+    def _schedule(self, plan: StepPlan) -> list[_Chunk]:
+        chunks: list[_Chunk] = []
+        budget = self._step_tokens
+        if plan.decode:
+            chunks = [_Chunk(s, 1, True) for s in self._running if s.state is State.ACTIVE]
+            budget -= len(chunks)
+        if plan.prefill:
+            for sequence in [s for s in self._running if s.state is State.PREFILLING]:
+                budget -= self._prefill(sequence, budget, chunks)
+            admitted = 0
+            while admitted < plan.admit and budget > 0 and self._admit():
+                admitted += 1
+                budget -= self._prefill(self._running[-1], budget, chunks)
+        return chunks
+
+    def _admit(self) -> bool:
+        """Brings in the first that waits, if there is room for it."""
+        if self._parked or len(self._running) >= self._slots:
+            return False
+        if not self._waiting:
+            return False
+        sequence = self._waiting[0][1]
+        digests = self._sharable_digests(sequence)
+        table = self.pool.match(sequence.ids, digests, [])
+        wanted = self.pool.pages_for(sequence.length) - len(table)
+        # a page for each that runs, or they would have to make room again at once
+        if wanted + len(self._running) > self.pool.available:
+            self.pool.release(table)
+            if not self._running:
+                heapq.heappop(self._waiting)
+                self._end(
+                    sequence,
+                    "capacity",
+                    f"{sequence.length} tokens do not fit the KV pool of "
+                    f"{self.pool.pages * self.pool.page_size}; give it more kv_bytes",
+                )
+            return False
+        heapq.heappop(self._waiting)
+        sequence.move(State.PREFILLING)
+        sequence.baseline = sequence.decoded
+        sequence.table, sequence.registered = table, len(table)
+        sequence.context = len(table) * self.pool.page_size
+        if not sequence.started:
+            sequence.cached_tokens = sequence.context
+        self.stats.prefix_tokens_saved += sequence.context
+        sequence.table += self.pool.allocate(wanted)
+        self._running.append(sequence)
+        return True
+
+    def _sharable_digests(self, sequence: Sequence) -> list[int]:
+        """Of all full pages but that of the last token, whose logits must be computed."""
+        if not self.pool.share:
+            return []
+        pages = (sequence.length - 1) // self.pool.page_size
+        return self.pool.digests(sequence.ids, sequence.digests, pages)[:pages]
+
+    def _prefill(self, sequence: Sequence, budget: int, chunks: list[_Chunk]) -> int:
+        """Plans a sequence's next chunk; returns its tokens."""
+        self._catch_up(sequence)
+        count = sequence.length - sequence.context
+        if count > budget:
+            size = self.pool.page_size
+            count = (sequence.context + budget) // size * size - sequence.context
+            if count <= 0:
+                return 0
+        chunk = _Chunk(sequence, count, sequence.context + count == sequence.length)
+        first = sequence.registered
+        # the last token's page is only offered once it is computed: an equal one may exist, which
+        # this sequence must not write to
+        shared = min(sequence.context + count, sequence.length - 1)
+        self._register(sequence, shared)
+        chunk.registered = sequence.table[first : sequence.registered]
+        chunks.append(chunk)
+        return count
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Takes over pages that others have computed since this sequence was admitted."""
+        size = self.pool.page_size
+        if not sequence.sharable or sequence.context != sequence.registered * size:
+            return
+        digests = self._sharable_digests(sequence)
+        held = sequence.table[: sequence.registered]
+        found = self.pool.match(sequence.ids, digests, held)
+        if not found:
+            return
+        end = sequence.registered + len(found)
+        self.pool.release(sequence.table[sequence.registered : end])
+        sequence.table[sequence.registered : end] = found
+        sequence.registered = end
+        sequence.context = end * size
+        if not sequence.started:
+            sequence.cached_tokens += len(found) * size
+        self.stats.prefix_tokens_saved += len(found) * size
+
+    def _register(self, sequence: Sequence, tokens: int) -> None:
+        """Lets others share a sequence's pages up to so many tokens."""
+        full = tokens // self.pool.page_size
+        if not sequence.sharable or full <= sequence.registered:
+            return
+        digests = self.pool.digests(sequence.ids, sequence.digests, full)
+        while sequence.registered < full:
+            if not self.pool.register(sequence.ids, digests, sequence.table, sequence.registered):
+                sequence.sharable = False
+                return
+            sequence.registered += 1
+
+    # --- running it ---
+
+    def _run(self, chunks: list[_Chunk]) -> None:
+        batch, sampled_chunks = self._batch(chunks)
+        decode_rows = sum(c.sequence.state is State.ACTIVE for c in chunks)
+        prefill_tokens = len(batch.ids) - decode_rows
+        began = self._clock()
+        try:
+            sampled = self.runner.step(batch)
+        except OutOfDeviceMemory as error:
+            self._shrink(chunks, len(batch.ids), error)
+            return
+        seconds = self._clock() - began
+        kind = "decode" if not prefill_tokens else "mixed" if decode_rows else "prefill"
+        stats = self.stats
+        stats.steps[kind] += 1
+        stats.seconds[kind] += seconds
+        stats.decode_tokens += decode_rows
+        stats.prefill_tokens += prefill_tokens
+        stats.sampled_tokens += len(sampled_chunks)
+        layer_bytes = self.runner.page_bytes // self.runner.page_size
+        stats.kv_bytes_read = self.runner.kv_tokens_read * layer_bytes
+        stats.kv_bytes_unshared = self.runner.kv_tokens_unshared * layer_bytes
+        stats.peak_pages = max(stats.peak_pages, self.pool.used)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.context += chunk.count
+            stats.recomputed_tokens += max(
+                0, min(chunk.count, sequence.computed - sequence.context + chunk.count)
+            )
+            sequence.computed = max(sequence.computed, sequence.context)
+            self._register(sequence, sequence.context)
+        bad = set(sampled.bad)
+        completions = 0
+        for row, chunk in enumerate(sampled_chunks):
+            sequence = chunk.sequence
+            if sequence.state is State.PREFILLING:
+                sequence.move(State.ACTIVE)
+                sequence.started = True
+            if row in bad:
+                alone = self.pool.references[sequence.table] == 1
+                self.pool.withdraw([p for p, own in zip(sequence.table, alone, strict=True) if own])
+                self._end(sequence, "error", "the model gave logits that are not numbers")
+                continue
+            reason = sequence.push(int(sampled.token_ids[row]), sampled.logprobs[row])
+            if reason is not None:
+                completions += 1
+                self.controller.completed(
+                    sequence.prompt_tokens - sequence.cached_tokens, sequence.decoded
+                )
+                self._end(sequence, reason)
+        self.controller.stepped(decode_rows, prefill_tokens, seconds, completions)
+
+    def _batch(self, chunks: list[_Chunk]) -> tuple[StepBatch, list[_Chunk]]:
+        counts = np.array([c.count for c in chunks], np.int32)
+        context = np.array([c.sequence.context for c in chunks], np.int32)
+        parts = [c.sequence.ids[c.sequence.context :][: c.count] for c in chunks]
+        ends = np.cumsum(counts) - 1
+        last = np.array([c.last for c in chunks], bool)
+        sampled = [c for c in chunks if c.last]
+        return (
+            StepBatch(
+                ids=np.concatenate(parts).astype(np.int64),
+                counts=counts,
+                context=context,
+                block_tables=[np.array(c.sequence.table, np.int32) for c in chunks],
+                rows=ends[last].astype(np.int64),
+                sample=[_sample_row(c.sequence) for c in sampled],
+            ),
+            sampled,
+        )
+
+    def _shrink(self, chunks: list[_Chunk], tokens: int, error: OutOfDeviceMemory) -> None:
+        """After a step that ran out of memory: nothing of it counts, and steps become smaller."""
+        for chunk in chunks:
+            self.pool.withdraw(chunk.registered)
+        hopeless = len(chunks) == 1 and tokens <= self.pool.page_size
+        if hopeless:
+            self._end(
+                chunks[0].sequence, "capacity", f"a step of {tokens} tokens does not fit: {error}"
+            )
+        decoding = [c.sequence for c in chunks if c.sequence.state is State.ACTIVE]
+        # all that prefill: one without a chunk in this step may have counted on another's
+        prefilling = [s for s in self._running if s.state is State.PREFILLING]
+        for sequence in prefilling:
+            self._evict(sequence)
+        if hopeless:
+            return
+        if prefilling and self._step_tokens > self.pool.page_size:
+            self._step_tokens = max(self.pool.page_size, min(self._step_tokens, tokens) // 2)
+        else:
+            self._slots = max(1, min(self._slots, len(chunks)) // 2)
+            for sequence in sorted(decoding, key=_least_loss)[: len(decoding) - self._slots]:
+                self._evict(sequence)
+        self.stats.memory_ceiling = min(self._step_tokens, tokens - 1)
+
+    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        if sequence.state in (State.PREFILLING, State.ACTIVE):
+            self._running.remove(sequence)
+        elif sequence.state is State.PARKED:
+            self._parked.remove(sequence)
+        self.pool.release(sequence.forget_kv())
+        sequence.host = None
+        failed = reason in ("error", "capacity")
+        sequence.move(State.FAILED if failed else State.DONE)
+        self._emit(sequence, reason, error)
+
+    def _emit(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        with self._lock:
+            del self._alive[sequence.request.custom_id]
+        self.stats.finished[reason] += 1
+        self._finished.append(sequence.completion(reason, error or None))
+
+
+def _with_seed(checkpoint: Checkpoint, seed: int) -> Checkpoint:
+    sampling = dataclasses.replace(checkpoint.request.sampling, seed=seed)
+    request = dataclasses.replace(checkpoint.request, sampling=sampling)
+    return dataclasses.replace(checkpoint, request=request)
+
+
+def _sample_row(sequence: Sequence) -> SampleRow:
+    params = sequence.request.sampling
+    history = sequence.ids if params.repetition_penalty != 1.0 else None
+    return SampleRow(params, sequence.key, sequence.decoded, history)
+
+
+def _least_loss(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.request.priority, sequence.decoded, -sequence.index

@@ -1,0 +1,182 @@
+"""A decoder model and its paged KV pool, one forward pass a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from surge_beam.gpu.attention import TorchAttention
+from surge_beam.gpu.attention_plan import plan_attention, share_groups
+from surge_beam.gpu.language_model import LanguageModel, load_language_model
+from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Sampled, StepBatch
+from surge_beam.gpu.sampling import sample
+from surge_beam.gpu.worker import is_out_of_memory
+from surge_beam.records import EngineConfig, SurgeError
+
+_FREE_SHARE = {"cpu": 0.4, "cuda": 0.9}
+
+
+class ModelRunner:
+    """See ``Runner``.
+
+    Attributes:
+      pool: keys and values, [layers, 2, kv_heads, pages * page_size, head_dim].
+
+    Args:
+      model: the model, on its device.
+      pages: pages of the pool.
+      page_size: tokens of a page.
+    """
+
+    def __init__(self, model: LanguageModel, *, pages: int, page_size: int) -> None:
+        decoder = model.decoder
+        self.model, self.pages, self.page_size = model, pages, page_size
+        self.page_bytes = page_bytes(model, page_size)
+        self.context_length, self.stop_ids = model.context_length, model.stop_ids
+        self.vocabulary = decoder.vocab
+        self.kv_tokens_read = self.kv_tokens_unshared = 0
+        # share of the layers, by window
+        self._windows = {
+            window: decoder.windows.count(window) / decoder.layers
+            for window in set(decoder.windows)
+        }
+        # not zeroed: memory of a CPU's pool is taken page by page, when it is first written
+        self.pool = torch.empty(
+            (decoder.layers, 2, decoder.kv_heads, pages * page_size, decoder.head_dim),
+            dtype=decoder.dtype,
+            device=decoder.device,
+        )
+        self._layers = [(layer[0], layer[1]) for layer in self.pool]
+
+    @property
+    def decode_text(self) -> Callable[[list[int]], str]:
+        """Text of token ids, without special tokens."""
+        return self.model.decode
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch) -> Sampled:
+        """See ``Runner``."""
+        try:
+            return self.sample(self._forward(batch), batch)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise OutOfDeviceMemory(str(error).splitlines()[0]) from None
+            raise
+
+    def sample(self, logits: Tensor, batch: StepBatch) -> Sampled:
+        """The tokens chosen from logits, float32 [R, vocabulary]."""
+        return sample(logits, batch.sample)
+
+    def plan(self, batch: StepBatch) -> tuple[np.ndarray, dict[int | None, TorchAttention]]:
+        """Positions of the new tokens, int64 [T], and how each kind of layer attends, by window."""
+        tables, context, counts = batch.block_tables, batch.context, batch.counts
+        groups = share_groups(tables, context, self.page_size)
+        attentions = {}
+        for window, layers in self._windows.items():
+            plan = plan_attention(
+                tables, context, counts, self.page_size, window=window, groups=groups
+            )
+            attentions[window] = TorchAttention(
+                plan,
+                self.pool[0, 0],
+                heads=self.model.decoder.heads,
+                scale=self.model.decoder.scale,
+            )
+            self.kv_tokens_read += round(plan.kv_tokens_read * layers)
+            self.kv_tokens_unshared += round(plan.kv_tokens_unshared * layers)
+        return plan.positions, attentions
+
+    def attend(
+        self, attention: TorchAttention, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Appends to a layer's KV and attends, [T, heads * head_dim]."""
+        keys, values = self._layers[layer]
+        return attention.run(keys, values, query, key, value)
+
+    def _forward(self, batch: StepBatch) -> Tensor:
+        decoder = self.model.decoder
+        positions, attentions = self.plan(batch)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.attend(attentions[decoder.windows[layer]], layer, query, key, value)
+
+        device = decoder.device
+        return decoder(
+            torch.from_numpy(batch.ids).to(device),
+            torch.from_numpy(positions).to(device),
+            attend,
+            torch.from_numpy(batch.rows).to(device),
+        )
+
+    @torch.inference_mode()
+    def save(self, pages: Sequence[int]) -> Tensor:
+        """See ``Runner``."""
+        try:
+            return self.pool[:, :, :, self._slots(pages)].cpu()
+        except (RuntimeError, MemoryError) as error:
+            raise CopyFailed(str(error)) from error
+
+    @torch.inference_mode()
+    def restore(self, copy: Tensor, first: int, pages: Sequence[int]) -> None:
+        """See ``Runner``."""
+        try:
+            part = copy[:, :, :, first * self.page_size :].to(self.pool.device)
+            self.pool[:, :, :, self._slots(pages)] = part
+        except (RuntimeError, MemoryError) as error:
+            raise CopyFailed(str(error)) from error
+
+    def _slots(self, pages: Sequence[int]) -> Tensor:
+        first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
+        slots = (first + torch.arange(self.page_size)).flatten()
+        return slots.to(self.pool.device)
+
+
+def page_bytes(model: LanguageModel, page_size: int) -> int:
+    """Bytes of a page over all layers."""
+    decoder = model.decoder
+    item = torch.empty((), dtype=decoder.dtype).element_size()
+    return decoder.layers * 2 * decoder.kv_heads * decoder.head_dim * page_size * item
+
+
+@functools.lru_cache(maxsize=1)
+def _model(config: tuple[str, str, str, bool]) -> LanguageModel:
+    model, dtype, device, accelerator = config
+    return load_language_model(
+        EngineConfig(model=model, dtype=dtype, device=device, require_accelerator=accelerator)
+    )
+
+
+def load_model_runner(config: EngineConfig) -> ModelRunner:
+    """The model of a recipe, and a pool of the bytes it allows.
+
+    Without ``kv_bytes`` the pool takes a share of the memory that is free once the model is
+    loaded, and never more than ``max_sequences`` whole contexts.
+
+    Raises:
+      SurgeError: if the model or the device is not there, or the pool would hold no page.
+    """
+    model = _model((config.model, config.dtype, config.device, config.require_accelerator))
+    a_page = page_bytes(model, config.page_size)
+    context = min(model.context_length, config.max_context or model.context_length)
+    useful = config.max_sequences * -(-context // config.page_size)
+    if config.kv_bytes is not None:
+        pages = config.kv_bytes // a_page
+    else:
+        pages = min(useful, int(_free_bytes(model.decoder.device)) // a_page)
+    if pages < 1:
+        raise SurgeError(
+            f"kv_bytes allows {config.kv_bytes or 0} bytes, and one KV page of "
+            f"{config.page_size} tokens takes {a_page}"
+        )
+    return ModelRunner(model, pages=pages, page_size=config.page_size)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return _FREE_SHARE["cuda"] * torch.cuda.mem_get_info(device)[0]
+    return _FREE_SHARE["cpu"] * psutil.virtual_memory().available

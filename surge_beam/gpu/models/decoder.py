@@ -1,0 +1,220 @@
+"""Llama, Mistral, Qwen2 and Qwen3 decoders over packed tokens; the caller holds the KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, padded_rows
+from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config, rotate
+from surge_beam.gpu.models.weights import TensorSource
+from surge_beam.records import SurgeError
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PREFIXES = ("model.",)
+_ROPE_TYPES = (*FIXED_TYPES, "dynamic", "longrope")
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def unsupported(config: Any) -> str:
+    """Why a transformers config is not one this file computes; empty if it is."""
+    if config.model_type not in MODEL_TYPES:
+        return "the family is not one of " + ", ".join(MODEL_TYPES)
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantized"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"its activation is {config.hidden_act!r}"
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") not in _ROPE_TYPES:
+        return f"its rotary positions are of type {rope.get('rope_type')!r}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return "its rotary positions cover a part of each head"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return f"its layers are of types {', '.join(sorted(kinds))}"
+    if config.num_attention_heads % config.num_key_value_heads:
+        return (
+            f"its {config.num_attention_heads} heads are no multiple of its "
+            f"{config.num_key_value_heads} key heads"
+        )
+    return ""
+
+
+def unsupported_error(name: str, family: Any, why: str) -> SurgeError:
+    """The error that refuses a model."""
+    return SurgeError(
+        f"the decode engine does not compute {name}, of the family {family!r}: {why}; "
+        "--engine vllm (the vLLM engine) runs it"
+    )
+
+
+def context_length(config: Any) -> int:
+    """Tokens of a sequence for which the config's rotary positions are exact.
+
+    Dynamic scaling is constant up to ``max_position_embeddings``, longrope up to the original
+    length. Yarn (arXiv 2309.00071) reaches ``factor`` times the original length; some configs keep
+    that length in ``max_position_embeddings``.
+    """
+    length = int(config.max_position_embeddings)
+    rope = config.rope_parameters or {}
+    original = rope.get("original_max_position_embeddings")
+    if original and rope["rope_type"] == "longrope":
+        return min(length, int(original))
+    if original and rope["rope_type"] == "yarn":
+        return max(length, int(original * (rope.get("factor") or 1.0)))
+    return length
+
+
+class Decoder:
+    """Pre-norm decoder with rotary positions, grouped queries and a gated MLP.
+
+    On a CPU the number of rows is rounded up inside (``padded_rows``); callers do not see it.
+
+    Attributes:
+      layers, heads, kv_heads, head_dim, vocab: sizes.
+      width: size of a token's hidden state.
+      windows: keys a query sees, itself included, a layer; None sees all.
+      scale: factor on the attention scores.
+      dtype, device: of keys, values and hidden states.
+    """
+
+    def __init__(self, config: Any, weights: TensorSource) -> None:
+        """Raises SurgeError if a weight is missing or has another shape than the config says."""
+        self.width, self.vocab = int(config.hidden_size), int(config.vocab_size)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = int(getattr(config, "head_dim", None) or self.width // self.heads)
+        self.scale = self.head_dim**-0.5
+        self.layers = int(config.num_hidden_layers)
+        self.windows = _windows(config)
+        self.dtype, self.device = weights.dtype, weights.device
+        self.eps = float(config.rms_norm_eps)
+        self.inner = int(config.intermediate_size)
+        self.norms_heads = config.model_type == "qwen3"
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.rope = rope_from_config(config, config.rope_parameters, self.head_dim)
+        self.words = _shaped(weights, "embed_tokens.weight", self.vocab, self.width)
+        self.blocks = [_Layer(self, weights, i) for i in range(self.layers)]
+        self.norm = _shaped(weights, "norm.weight", self.width)
+        tied = bool(config.tie_word_embeddings)
+        self.head = Linear(
+            self.words if tied else _shaped(weights, "lm_head.weight", self.vocab, self.width)
+        )
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+        """One forward pass over packed tokens.
+
+        Args:
+          ids: token ids, int64 [T].
+          positions: position of each token in its own sequence from 0, int64 [T].
+          attend: called once a layer with the layer's number, query [T, heads, head_dim], key and
+            value [T, kv_heads, head_dim], which may be strided views; it appends key and value to
+            the KV of their sequences and returns the attended values, [T, heads * head_dim].
+          rows: tokens whose logits are wanted, int64 [R], 0 <= row < T.
+
+        Returns:
+          Logits, float32 [R, vocab].
+        """
+        tokens, wanted = len(ids), len(rows)
+        if self.device.type == "cpu":
+            filling = padded_rows(tokens) - tokens
+            ids, positions = F.pad(ids, (0, filling)), F.pad(positions, (0, filling))
+            rows = F.pad(rows, (0, padded_rows(wanted) - wanted))
+        x = F.embedding(ids, self.words)
+        cos, sin = self.rope.tables(positions, x.dtype)
+        for block in self.blocks:
+            query, key, value = block.project(x, cos, sin)
+            mixed = attend(block.index, query[:tokens], key[:tokens], value[:tokens])
+            if block.index == self.layers - 1:
+                if not wanted:
+                    return x.new_empty((0, self.vocab), dtype=torch.float32)
+                x, mixed = x[rows], mixed[rows]
+            elif len(x) > tokens:
+                mixed = F.pad(mixed, (0, 0, 0, len(x) - tokens))
+            x = block.finish(x, mixed)
+        x = F.rms_norm(x, (self.width,), self.norm, self.eps)
+        return self.head(x)[:wanted].float()
+
+
+class _Layer:
+    def __init__(self, model: Decoder, weights: TensorSource, index: int) -> None:
+        self.model, self.index = model, index
+        own, mlp = f"layers.{index}.self_attn.", f"layers.{index}.mlp."
+        width, inner = model.width, model.inner
+        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.input_norm = _shaped(weights, f"layers.{index}.input_layernorm.weight", width)
+        self.qkv = _linear(
+            weights, width, {f"{own}q_proj": queries, f"{own}k_proj": keys, f"{own}v_proj": keys}
+        )
+        self.head_norms = self._head_norms(weights, own)
+        self.out = _linear(weights, queries, {f"{own}o_proj": width})
+        self.mlp_norm = _shaped(weights, f"layers.{index}.post_attention_layernorm.weight", width)
+        self.gate_and_up = _linear(
+            weights, width, {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
+        )
+        self.down = _linear(weights, inner, {f"{mlp}down_proj": width})
+
+    def _head_norms(self, weights: TensorSource, own: str) -> Tensor | None:
+        """Weights of Qwen3's norms of query and key heads, [heads + kv_heads, head_dim]."""
+        model = self.model
+        if not model.norms_heads:
+            return None
+        query = _shaped(weights, f"{own}q_norm.weight", model.head_dim)
+        key = _shaped(weights, f"{own}k_norm.weight", model.head_dim)
+        return torch.cat([query.expand(model.heads, -1), key.expand(model.kv_heads, -1)])
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of hidden states [T, width], heads apart."""
+        model = self.model
+        qkv = self.qkv(F.rms_norm(x, (model.width,), self.input_norm, model.eps))
+        turned, value = qkv.view(len(x), -1, model.head_dim).split(
+            (model.heads + model.kv_heads, model.kv_heads), dim=1
+        )
+        if self.head_norms is not None:
+            turned = F.rms_norm(turned, (model.head_dim,), None, model.eps) * self.head_norms
+        turned = rotate(turned, cos, sin)
+        return turned[:, : model.heads], turned[:, model.heads :], value
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection and MLP, from attended values [n, heads * head_dim]."""
+        model = self.model
+        x = self.out.add(mixed, x)
+        gate, up = self.gate_and_up(F.rms_norm(x, (model.width,), self.mlp_norm, model.eps)).chunk(
+            2, dim=-1
+        )
+        return self.down.add(model.activation(gate).mul_(up), x)
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Keys a query sees, a layer, as transformers' models of these families mask them."""
+    layers = int(config.num_hidden_layers)
+    window = None if config.model_type == "llama" else getattr(config, "sliding_window", None)
+    if config.model_type == "mistral":
+        return (window,) * layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds[:layers])
+
+
+def _shaped(weights: TensorSource, name: str, *shape: int) -> Tensor:
+    tensor = weights.tensor(name)
+    _check(name, tuple(tensor.shape), shape)
+    return tensor
+
+
+def _linear(weights: TensorSource, inputs: int, outputs: dict[str, int]) -> Linear:
+    layer = weights.linear(*outputs)
+    shape = (layer.out_features, layer.in_features)
+    _check(" + ".join(outputs), shape, (sum(outputs.values()), inputs))
+    return layer
+
+
+def _check(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        raise SurgeError(
+            f"the weights of {name} have the shape {list(shape)}, and by the model's config "
+            f"it should be {list(wanted)}"
+        )
