@@ -269,10 +269,15 @@ def where_time_goes(name: str, found: list[dict[str, Any]]) -> str:
     """A sentence on one of ours: what of its time the model had."""
     encode = median(f["report"]["encode_seconds"] for f in found)
     whole = median(f["seconds"] for f in found)
-    speed = median(f["rows"] / f["report"]["encode_seconds"] for f in found)
+    # some texts were encoded while measuring tau and c, and came from the cache
+    speeds = (
+        (f["rows"] - f["report"]["cached_texts"]) / seconds if seconds else None
+        for f in found
+        for seconds in [f["report"]["encode_seconds"]]
+    )
     return (
-        f"{name}: {show(encode)} s of {show(whole)} s in the encoder, {show(speed)} texts/s there; "
-        "the rest is planning, measuring tau and c, and the first read and last write."
+        f"{name}: {show(encode)} s of {show(whole)} s in the encoder, {show(median(speeds))} "
+        "texts/s there; the rest is planning, measuring tau and c, the first read and last write."
     )
 
 

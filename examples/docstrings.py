@@ -114,14 +114,14 @@ def docstrings(source: Source) -> list[Row] | None:
     return rows
 
 
-def draw(source: Source) -> tuple[int, str]:
+def draw(source: Source) -> tuple[float, str]:
     """A place in the order of choosing that depends on name and size alone.
 
     A module's chance falls with its size, so that the corpus is what it is an example of: very many
     tiny partitions and a few big ones.
     """
     digest = hashlib.blake2b(source.module.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") * source.size, source.module
+    return int.from_bytes(digest, "big") * source.size**1.5, source.module
 
 
 def write(out: Path, source: Source, rows: list[Row]) -> None:
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     builder = commands.add_parser("build", help="write the corpus")
     builder.add_argument("out", type=Path)
-    builder.add_argument("--max_rows", type=int, default=5_200)
+    builder.add_argument("--max_rows", type=int, default=4_200)
     finder = commands.add_parser("search", help="nearest docstrings of an embedded corpus")
     finder.add_argument("folder", type=Path)
     finder.add_argument("--query", action="append", required=True)

@@ -9,18 +9,29 @@ import sys
 import time
 
 import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions, TestOptions
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions, TestOptions
 
 from surge_beam.gpu.encoder import model_identity
 from surge_beam.records import EncoderConfig, RefusedError
 from surge_beam.transforms.embed_files import PLAN, EmbedConfig, EmbedFiles
 from surge_beam.transforms.files import Store
-from surge_beam.transforms.job import EXPECTED, check_paths, exclusive, explain, finish, named
+from surge_beam.transforms.guard import shared_guard
+from surge_beam.transforms.job import (
+    EXPECTED,
+    check_paths,
+    exclusive,
+    explain,
+    finish,
+    hand_memory_back,
+    named,
+)
 from surge_beam.transforms.progress import Progress
 from surge_beam.transforms.read import ReadConfig
 from surge_beam.transforms.report import build_report, write_report
 from surge_beam.transforms.report_html import try_write_html
 from surge_beam.transforms.write import WriteConfig
+
+LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,6 +136,10 @@ def run(argv: list[str] | None = None) -> dict | None:
         return None
     store = Store(config.output)
     began = time.time()
+    hand_memory_back()
+    if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
+        # it starts while the pipeline is built
+        shared_guard().start()
     with exclusive(store, settings_of(config), overwrite=args.overwrite) as name:
         config = dataclasses.replace(config, run=name)
         pipeline = beam.Pipeline(options=options)

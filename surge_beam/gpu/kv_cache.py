@@ -63,6 +63,11 @@ class PagePool:
         """Pages that somebody holds."""
         return self.pages - self.available
 
+    @property
+    def retained(self) -> int:
+        """Pages that nobody holds but whose tokens are kept for whoever begins with them."""
+        return len(self._retained)
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)

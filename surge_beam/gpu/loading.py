@@ -8,6 +8,7 @@ from pathlib import Path
 from surge_beam.gpu.dummy import is_dummy
 from surge_beam.gpu.dummy_runner import DummyRunner
 from surge_beam.gpu.runner import Runner
+from surge_beam.gpu.threads import wait_passively
 from surge_beam.policy.phases import PhaseController, make_controller
 from surge_beam.policy.step_costs import CAUTIOUS, StepCosts
 from surge_beam.records import EngineConfig, SurgeError
@@ -27,6 +28,7 @@ def load_runner(config: EngineConfig) -> Runner:
         bytes_a_page = 4 * config.page_size
         pages = (config.kv_bytes or _DUMMY_BYTES) // bytes_a_page
         return DummyRunner(pages, config.page_size)
+    wait_passively()
     from surge_beam.gpu.model_runner import load_model_runner
 
     return load_model_runner(config)

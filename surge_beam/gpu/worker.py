@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,14 @@ class EncodeWorker:
                 oom_ceiling=dict(self._ceiling),
             )
         return Encoded(matrix, failures, stats)
+
+    def remember(self, texts: Sequence[str], encoded: Encoded) -> None:
+        """Keeps vectors that another worker of the same encoder made, a row a text."""
+        if self._cache is None:
+            return
+        rows = {text: row for row, text in enumerate(texts) if row not in encoded.failures}
+        with self._device_lock:
+            self._cache.insert(text_keys(list(rows)), encoded.matrix[list(rows.values())])
 
     @staticmethod
     def _copy_duplicates(

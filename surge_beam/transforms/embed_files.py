@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
 import random
 import resource
 import time
@@ -14,9 +16,9 @@ import apache_beam as beam
 import numpy as np
 import psutil
 import pyarrow as pa
-import pyarrow.parquet as pq
 from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindow
+from apache_beam.typehints import KV
 from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.policy.costs import CostModel
@@ -36,13 +38,13 @@ from surge_beam.transforms.files import (
     Store,
     absolute,
     absolute_model,
-    filesystem,
+    digest,
     list_input,
 )
-from surge_beam.transforms.guard import UnreadableFileError
+from surge_beam.transforms.guard import UnreadableFileError, shared_guard
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
-from surge_beam.transforms.plan import Planner, SplitPartition
+from surge_beam.transforms.plan import PlanChunk, Planner, SplitPartition
 from surge_beam.transforms.read import (
     ReadConfig,
     ReadSegment,
@@ -53,12 +55,15 @@ from surge_beam.transforms.read import (
     write_unreadable,
 )
 from surge_beam.transforms.superbatch import refuse_dask
-from surge_beam.transforms.write import Committer, EncodedSegment, WriteConfig, publish
+from surge_beam.transforms.write import Committer, EncodedSegment, WriteConfig, publish, read_json
 
 NAMESPACE = "surge_beam"
 PLAN = "_surge/plan.json"
 FLOOR_ROWS = 1024
-SAMPLE_FILES = 16
+SAMPLE_FILES = 64
+SAMPLE_TEXTS = 256
+SAMPLE_TEXTS_OF_A_FILE = 16
+COSTS = "_surge/costs.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,35 +128,35 @@ class EmbedFiles(beam.PTransform):
         config = self._config
         listed = (
             pipeline
-            | "Input" >> beam.Create([config.input])
+            | "Input" >> beam.Impulse()
             | "List" >> beam.ParDo(_List(config)).with_outputs("about", main="files")
         )
-        runs = (
+        scanned = (
             listed.files
             | "SpreadFiles" >> beam.Reshuffle()
-            | "Scan" >> beam.ParDo(_Scan(config)).with_output_types(bytes)
+            | "Scan" >> beam.ParDo(_Scan(config)).with_output_types(tuple[int, bytes])
         )
         calibrate = beam.ParDo(_Calibrate(config))
         if config.min_rows is None:
             calibrate = on_device(calibrate, config)
-        costs = listed.about | "EncodeCosts" >> calibrate
+        about = listed.about | "EncodeCosts" >> calibrate
         planned = (
-            runs
-            | "OneKey" >> beam.WithKeys(0).with_output_types(tuple[int, bytes])
+            scanned
             | "Gather" >> beam.GroupByKey()
             | "Plan"
-            >> beam.ParDo(
-                _Plan(config), beam.pvalue.AsSingleton(costs), beam.pvalue.AsSingleton(listed.about)
-            ).with_outputs("splits", "buckets", "tasks", main="plans")
+            >> beam.ParDo(_Plan(config), beam.pvalue.AsSingleton(about)).with_outputs(
+                "splits", "buckets", "tasks", main="plans"
+            )
         )
-        runs_of_buckets = (
+        runs = (
             planned.tasks
             | "SpreadTasks" >> beam.Reshuffle()
-            | "SortRuns" >> beam.ParDo(_SortRuns(config)).with_output_types(tuple[int, _Run])
+            | "SortRuns" >> beam.ParDo(_SortRuns(config)).with_output_types(tuple[int, bytes])
         )
         merged = (
-            (planned.buckets | "BucketKeys" >> _keyed(tuple[int, bytes]), runs_of_buckets)
-            | "JoinRuns" >> beam.CoGroupByKey()
+            (_keyed(planned.buckets, KV[int, bytes]), runs)
+            | "BucketsAndRuns" >> beam.Flatten()
+            | "JoinRuns" >> beam.GroupByKey()
             | "Merge" >> beam.ParDo(_Merge(config)).with_output_types(bytes)
         )
         encoded = (
@@ -163,10 +168,11 @@ class EmbedFiles(beam.PTransform):
         )
         _ = (
             (
-                planned.splits | "SplitKeys" >> _keyed(tuple[str, bytes]),
-                encoded.parts | "PartKeys" >> _keyed(tuple[str, bytes]),
+                _keyed(planned.splits, KV[str, bytes]),
+                _keyed(encoded.parts, KV[str, bytes]),
             )
-            | "JoinParts" >> beam.CoGroupByKey()
+            | "SplitsAndParts" >> beam.Flatten()
+            | "JoinParts" >> beam.GroupByKey()
             | "Publish" >> beam.ParDo(_Publish(config))
         )
         return encoded.headers
@@ -180,20 +186,18 @@ def on_device(transform: beam.PTransform, config: EmbedConfig) -> beam.PTransfor
     return transform.with_resource_hints(accelerator=config.accelerator)
 
 
-_Run = tuple[str, int, int]
-
-
-def _keyed(pairs: Any) -> beam.PTransform:
-    """Declares the types of an output that carries none, so that its key coder is deterministic."""
-    return beam.Map(lambda pair: pair).with_output_types(pairs)
+def _keyed(pairs: beam.PCollection, kind: Any) -> beam.PCollection:
+    """Declares the type of an output that carries none, so that its key coder is deterministic."""
+    pairs.element_type = kind
+    return pairs
 
 
 class _List(beam.DoFn):
     def __init__(self, config: EmbedConfig):
         self._config = config
 
-    def process(self, pattern: str) -> Iterator[Any]:
-        listing = list_input(pattern, exclude=self._config.output)
+    def process(self, _: bytes) -> Iterator[Any]:
+        listing = list_input(self._config.input, exclude=self._config.output)
         for file in listing.files:
             yield pack(file)
         plain = [f for f in listing.files if f.format == "parquet" and f.compression is None]
@@ -206,46 +210,68 @@ class _Scan(beam.DoFn):
         self._config = config
 
     def setup(self) -> None:
+        shared_guard().start()
         self._scanner = Scanner(self._config.read, Store(self._config.output))
 
-    def process(self, file: bytes) -> Iterator[bytes]:
-        yield from self._scanner.scan(unpack(file))
+    def process(self, file: bytes) -> Iterator[tuple[int, bytes]]:
+        # one key, since planning needs the runs of all files in one place
+        for runs in self._scanner.scan(unpack(file)):
+            yield 0, runs
 
 
 class _Calibrate(beam.DoFn):
-    """Measures tau and c where the encoder runs; passes None on where min_rows is given."""
+    """Adds tau and c to what is known of the input, or None where min_rows is given.
+
+    They are measured where the encoder runs, once for an output and a machine.
+    """
 
     def __init__(self, config: EmbedConfig):
         self._config = config
 
     def setup(self) -> None:
+        shared_guard().start()
         keep_metric_ids_apart()
 
-    def process(self, about: tuple[int, bytes]) -> Iterator[CostModel | None]:
+    def process(self, about: tuple[int, bytes]) -> Iterator[tuple[int, CostModel | None]]:
+        passed_over, sample = about
+        yield passed_over, self._costs(unpack(sample))
+
+    def _costs(self, sample: list[InputFile]) -> CostModel | None:
         if self._config.min_rows is not None:
-            yield None
-            return
+            return None
+        store, machine = Store(self._config.output), _machine(self._config)
+        known = read_json(store, COSTS)
+        if known is not None and known["machine"] == machine:
+            return CostModel(known["tau"], known["c"], known["error"])
         from surge_beam.gpu.calibrate import calibrate
 
         worker = load_worker(self._config)
-        yield calibrate(worker, _sample_texts(unpack(about[1]), self._config.read.text_column))
+        costs = calibrate(worker, _sample_texts(sample, self._config.read.text_column))
+        found = {"machine": machine, **dataclasses.asdict(costs)}
+        store.put(COSTS, json.dumps(found, indent=1).encode())
+        return costs
+
+
+def _machine(config: EmbedConfig) -> str:
+    """What a measurement holds for: the recipe, the host, and the devices it is to use."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    handler = type(config.model_handler).__qualname__
+    return digest(config.encoder, handler, platform.node(), os.cpu_count(), devices)
 
 
 def _sample_texts(files: list[InputFile], column: str) -> list[str]:
     """Some hundreds of texts of the files; a stand-in of usual length where none can be read."""
     texts: list[str] = []
-    for file in files:
+    rows = max(SAMPLE_TEXTS_OF_A_FILE, -(-SAMPLE_TEXTS // max(1, len(files))))
+    # in no order, since some may be enough; as the texts are, of which a part may be used
+    for file in random.Random(0).sample(files, len(files)):
+        if len(texts) >= SAMPLE_TEXTS:
+            break
         try:
-            first_contact("verify_row_group", file.url, row_group=0, columns=[column])
-            fs, path = filesystem(file.url)
-            with fs.open(path, "rb") as handle:
-                parquet = pq.ParquetFile(handle)
-                batch = next(parquet.iter_batches(64, row_groups=[0], columns=[column]))
-                texts += batch.column(0).drop_null().cast(pa.string()).to_pylist()
-        except (UnreadableFileError, pa.ArrowException, OSError, KeyError, StopIteration):
+            texts += first_contact("first_texts", file.url, column=column, rows=rows)
+        except (UnreadableFileError, OSError):
             continue
     stand_in = "row {}: a text of about the usual length, of a dozen words or so"
-    # spread, since a sample smaller than a measurement is its first texts
     return random.Random(0).sample(texts, len(texts)) or [stand_in.format(i) for i in range(64)]
 
 
@@ -256,18 +282,19 @@ class _Plan(beam.DoFn):
     def process(
         self,
         grouped: tuple[int, Iterable[bytes]],
-        costs: CostModel | None,
-        about: tuple[int, bytes],
+        about: tuple[int, CostModel | None],
     ) -> Iterator[Any]:
+        passed_over, costs = about
         store = Store(self._config.output)
         limits = self._config.limits(costs)
         planner = Planner(grouped[1], manifest.load(store))
         scattered = planner.scattered(limits)
         splits: list[SplitPartition] = []
-        plans = self._plans(planner, limits, splits)
+        chunks = self._chunks(planner, limits, splits)
         if scattered <= SCATTER_LIMIT:
-            yield from map(pack, plans)
+            yield from map(pack, chunks)
         else:
+            plans = (plan for chunk in chunks for plan in chunk.plans())
             yield from self._exchange(plans, stretch(planner.bytes_per_row))
         for split in splits:
             yield beam.pvalue.TaggedOutput("splits", (split.fingerprint, pack(split)))
@@ -276,7 +303,7 @@ class _Plan(beam.DoFn):
             **dataclasses.asdict(planner.summary),
             **dataclasses.asdict(limits),
             "run": self._config.run,
-            "passed_over": about[0],
+            "passed_over": passed_over,
             "scattered": round(scattered, 2),
             "tau": costs.tau if costs else None,
             "c": costs.c if costs else None,
@@ -284,10 +311,10 @@ class _Plan(beam.DoFn):
         store.put(PLAN, json.dumps(plan, indent=1).encode())
 
     @staticmethod
-    def _plans(
+    def _chunks(
         planner: Planner, limits: Limits, splits: list[SplitPartition]
-    ) -> Iterator[SuperBatchPlan]:
-        for item in planner.plan(limits):
+    ) -> Iterator[PlanChunk]:
+        for item in planner.chunks(limits):
             if isinstance(item, SplitPartition):
                 splits.append(item)
             else:
@@ -320,17 +347,20 @@ class _Exchanging(beam.DoFn):
 
 
 class _SortRuns(_Exchanging):
-    def process(self, task: bytes) -> Iterator[tuple[int, _Run]]:
-        yield from self._exchange.sort(unpack(task))
+    def process(self, task: bytes) -> Iterator[tuple[int, bytes]]:
+        for bucket, run in self._exchange.sort(unpack(task)):
+            yield bucket, pack(run)
 
 
 class _Merge(_Exchanging):
-    def process(
-        self, joined: tuple[int, tuple[Iterable[bytes], Iterable[_Run]]]
-    ) -> Iterator[bytes]:
-        _, (buckets, runs) = joined
-        for bucket in buckets:
-            yield from map(pack, self._exchange.merge(unpack(bucket), runs))
+    def process(self, joined: tuple[int, Iterable[bytes]]) -> Iterator[bytes]:
+        """Merges a bucket: among the values are the bucket itself and its shares of runs."""
+        values = list(map(unpack, joined[1]))
+        runs = [value for value in values if not isinstance(value, Bucket)]
+        for bucket in values:
+            if isinstance(bucket, Bucket):
+                for plan in self._exchange.merge(bucket, runs):
+                    yield pack(plan)
 
 
 def load_worker(config: EmbedConfig) -> Any:
@@ -364,6 +394,7 @@ class _Encode(beam.DoFn):
         self._encode_ms = Metrics.distribution(NAMESPACE, "superbatch_encode_msec")
 
     def setup(self) -> None:
+        shared_guard().start()
         keep_metric_ids_apart()
         config = self._config
         self._worker = load_worker(config)
@@ -378,8 +409,10 @@ class _Encode(beam.DoFn):
         self._overlap.reset()
 
     def process(self, data: bytes) -> Iterator[Any]:
-        for header in self._overlap.push(unpack(data)):
-            yield from self._outputs(header)
+        work = unpack(data)
+        for plan in work.plans() if isinstance(work, PlanChunk) else (work,):
+            for header in self._overlap.push(plan):
+                yield from self._outputs(header)
 
     def finish_bundle(self) -> Iterator[WindowedValue]:
         window = GlobalWindow()
@@ -510,7 +543,6 @@ class _Encode(beam.DoFn):
             "oom_ceiling": stats.oom_ceiling,
             "seconds": round(stats.seconds, 6),
             "read_seconds": round(read.seconds, 6),
-            "ended": time.time(),
             "device": self._worker.device,
             "dtype": self._worker.dtype,
             "dimension": self._worker.dimension,
@@ -553,9 +585,10 @@ class _Publish(beam.DoFn):
         self._store = Store(self._config.output)
         self._parts: dict[str, list[dict]] | None = None
 
-    def process(self, joined: tuple[str, tuple[Iterable[bytes], Iterable[bytes]]]) -> None:
-        fingerprint, (splits, _) = joined
-        for data in splits:
+    def process(self, joined: tuple[str, Iterable[bytes]]) -> None:
+        fingerprint, values = joined
+        # the others say that a part is committed
+        for data in filter(None, values):
             split = unpack(data)
             if self._parts is None:
                 self._parts = manifest.parts_under_way(self._store)

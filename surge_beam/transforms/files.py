@@ -66,12 +66,11 @@ def join(base: str, *names: str) -> str:
 
 def digest(*parts: object) -> str:
     """A 128-bit digest of the parts, 32 hex digits; parts cannot run into one another."""
-    state = xxhash.xxh3_128()
+    framed: list[bytes] = []
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogateescape")
-        state.update(len(data).to_bytes(8, "little"))
-        state.update(data)
-    return state.hexdigest()
+        framed += (len(data).to_bytes(8, "little"), data)
+    return str(xxhash.xxh3_128_hexdigest(b"".join(framed)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +307,10 @@ class Store:
 
     def _make(self, folder: str) -> None:
         if folder not in self._made:
-            os.makedirs(folder, exist_ok=True)
+            try:
+                os.mkdir(folder)
+            except (FileExistsError, FileNotFoundError):
+                os.makedirs(folder, exist_ok=True)
             self._made.add(folder)
 
     def get(self, name: str) -> bytes:
@@ -332,6 +334,12 @@ class Store:
 
     def names(self, folder: str) -> list[str]:
         """Names of the files directly in ``folder``, sorted; empty where there is none."""
+        if self.local:
+            try:
+                with os.scandir(self.path(folder)) as found:
+                    return sorted(x.name for x in found if x.is_file())
+            except FileNotFoundError:
+                return []
         try:
             listing = self.fs.ls(self.path(folder), detail=True)
         except FileNotFoundError:

@@ -66,7 +66,7 @@ class _HelperSilentError(Exception):
 
 
 class Guard:
-    """A helper process, started at the first call and again after a crash.
+    """A helper process, started by ``start`` or the first call, and again after a crash.
 
     Calls from several threads wait for one another. After a fork the child gets its own helper.
 
@@ -91,13 +91,23 @@ class Guard:
         self._helper: _Helper | None = None
         _GUARDS.add(self)
 
+    def start(self) -> None:
+        """Starts the helper where none runs, and does not wait for it to be ready.
+
+        Raises:
+          GuardError: there can be no process.
+        """
+        with self._lock:
+            if self._helper is None:
+                self._helper = _Helper(self._functions, self._memory_bytes)
+
     def call(self, name: str, **kwargs: Any) -> Any:
         """Runs a function in the helper.
 
         A file is blamed for a crash only if it crashes a helper that has met no other file.
 
         Args:
-          name: ``describe_parquet``, ``verify_row_group``, ``key_runs`` or ``stage_text``.
+          name: one of ``FUNCTIONS``, such as ``describe_parquet``.
           **kwargs: its arguments; ``source`` is the file that an error names.
 
         Raises:
@@ -216,17 +226,11 @@ class _Helper:
         self._buffer = bytearray()
         self._poll = select.poll()
         self._poll.register(self._stdout.fileno(), select.POLLIN)
-        try:
-            self._receive(_START_SECONDS)
-        except (_HelperDiedError, _HelperSilentError):
-            raise GuardError(
-                f"the reading helper does not start: status {self.kill()}, see its output above"
-            ) from None
-        except BaseException:
-            self.kill()
-            raise
+        self._ready = False
 
     def exchange(self, request: bytes, timeout_s: float) -> bytes:
+        if not self._ready:
+            self._await_ready()
         try:
             _write(self._stdin.fileno(), request)
         except OSError:
@@ -249,6 +253,15 @@ class _Helper:
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+    def _await_ready(self) -> None:
+        try:
+            self._receive(_START_SECONDS)
+        except (_HelperDiedError, _HelperSilentError):
+            raise GuardError(
+                f"the reading helper does not start: status {self.kill()}, see its output above"
+            ) from None
+        self._ready = True
 
     def _ended(self) -> bool:
         return any(event & select.POLLHUP for _, event in self._poll.poll(0))
@@ -320,6 +333,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "describe_parquet": _probe.describe_parquet,
     "verify_row_group": _probe.verify_row_group,
     "key_runs": _probe.key_runs,
+    "first_texts": _probe.first_texts,
     "stage_text": _stage_text,
 }
 

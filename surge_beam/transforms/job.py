@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -12,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
+
+import pyarrow as pa
 
 from surge_beam.records import RefusedError
 from surge_beam.transforms import manifest
@@ -29,6 +32,22 @@ from surge_beam.transforms.write import PENDING, read_json
 CONFIG = "_surge/config.json"
 LOCK = "_surge/lock"
 FORMAT_VERSION = 1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+
+def hand_memory_back() -> None:
+    """Makes freed memory of this process return to the system rather than wait in pools.
+
+    A job's threads allocate in turns, and what each has ever held would add up.
+    """
+    pa.set_memory_pool(pa.system_memory_pool())
+    with contextlib.suppress(OSError, AttributeError):
+        # glibc otherwise raises the size from which freed memory leaves at once, up to 32 MiB
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 2 << 20)
+        # an arena a thread would keep what each thread has ever held
+        libc.mallopt(_M_ARENA_MAX, 2)
 
 
 def run_name(store: Store, now: float) -> str:

@@ -7,10 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute  # what the first take would load, while the parent waits
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from surge_beam.transforms.partitions import first_rows
 from surge_beam.transforms.textfiles import (
     SourceFile,
     no_tick,
@@ -18,7 +21,9 @@ from surge_beam.transforms.textfiles import (
     resolve,
 )
 
+FIRST_ROW = "__surge_first_row"
 _BATCH_ROWS = 8_192
+_KEY_ROWS = 131_072
 _SAMPLE_ROWS = 1_024
 _BATCH_BYTES = 8 << 20
 _LOCAL_BUFFER = 1 << 20
@@ -32,6 +37,7 @@ class ParquetProbe:
         self._key: object = None
         self._file: pq.ParquetFile | None = None
         self._source: SourceFile | None = None
+        self._content: Any = None
 
     def describe_parquet(
         self,
@@ -102,37 +108,85 @@ class ParquetProbe:
     def key_runs(
         self,
         source: str,
-        row_group: int,
+        row_groups: list[int],
         columns: list[str],
         storage_options: dict[str, Any] | None = None,
         tick: Callable[[], None] = no_tick,
     ) -> bytes:
-        """Columns of a row group as an Arrow IPC stream, strings dictionary-encoded.
+        """Where key columns change, as an Arrow IPC stream of the rows at which they do.
+
+        Texts are read as dictionary codes, without a string a row. A run of equal rows may begin
+        anew at any row, and does at every row group.
+
+        Returns:
+          The columns of the first row of every run, texts dictionary-encoded, and a column
+          ``FIRST_ROW`` with that row's number, counted from the first of the row groups.
 
         Raises:
           UnreadableFileError: they do not decode, or not to the rows the footer says.
           OSError: the file cannot be opened or fetched.
         """
-        with self._open(source, storage_options, tick) as file:
-            batches = [
-                pa.RecordBatch.from_arrays([_encoded(batch[name]) for name in columns], columns)
-                for batch in _batches(file, row_group, columns, tick)
-            ]
-            if not batches:
-                fields = [file.schema_arrow.field(name) for name in columns]
-                batches = [pa.RecordBatch.from_pylist([], pa.schema(fields))]
-            table = pa.Table.from_batches(batches).unify_dictionaries().combine_chunks()
+        with self._open(source, storage_options, tick) as whole:
+            footer = whole.metadata
+            paths = [footer.schema.column(i).path for i in range(footer.num_columns)]
+            wanted = [i for i, path in enumerate(paths) if path in columns]
+            coded = [paths[i] for i in wanted]
+            heads, first = [], 0
+            with self._parquet(metadata=footer, read_dictionary=coded) as file:
+                for group in row_groups:
+                    about = footer.row_group(group)
+                    nbytes = sum(about.column(i).total_uncompressed_size for i in wanted)
+                    for batch in _batches(file, group, columns, tick, _KEY_ROWS, nbytes):
+                        keys = batch.select(columns)
+                        at = first_rows(keys.columns)
+                        head = keys.take(_int64(at))
+                        heads.append(head.append_column(FIRST_ROW, _int64(at + first)))
+                        first += batch.num_rows
+            table = pa.Table.from_batches(heads).unify_dictionaries().combine_chunks()
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, table.schema) as writer:
                 writer.write_table(table)
             return sink.getvalue().to_pybytes()
+
+    def first_texts(
+        self,
+        source: str,
+        column: str,
+        rows: int,
+        storage_options: dict[str, Any] | None = None,
+        tick: Callable[[], None] = no_tick,
+    ) -> list[str]:
+        """The texts among the first rows of a file.
+
+        Raises:
+          UnreadableFileError: they do not decode, or are no texts.
+          OSError: the file cannot be opened or fetched.
+        """
+        with self._open(source, storage_options, tick) as file:
+            if file.schema_arrow.names.count(column) != 1:
+                raise ValueError(f"it has no one column named {column!r}")
+            for batch in file.iter_batches(rows, columns=[column], use_threads=False):
+                batch.validate(full=True)
+                texts = batch.column(column).cast(pa.string()).to_pylist()
+                return [text for text in texts if text is not None]
+            return []
 
     def close(self) -> None:
         """Closes the file that is held open."""
         if self._file is not None:
             with contextlib.suppress(Exception):
                 self._file.close(force=True)
-        self._key = self._file = self._source = None
+        self._key = self._file = self._source = self._content = None
+
+    def _parquet(self, **options: Any) -> pq.ParquetFile:
+        local = self._source is None
+        return pq.ParquetFile(
+            self._content,
+            buffer_size=_LOCAL_BUFFER if local else _REMOTE_BUFFER,
+            pre_buffer=False,
+            page_checksum_verification=True,
+            **options,
+        )
 
     @contextlib.contextmanager
     def _open(
@@ -152,17 +206,18 @@ class ParquetProbe:
         try:
             with parsing(source, self._source):
                 if self._file is None:
-                    self._file = pq.ParquetFile(
-                        path if local else self._source,
-                        buffer_size=_LOCAL_BUFFER if local else _REMOTE_BUFFER,
-                        pre_buffer=False,
-                        page_checksum_verification=True,
-                    )
+                    self._content = path if local else self._source
+                    self._file = self._parquet()
                     self._key = key
                 yield self._file
         except BaseException:
             self.close()
             raise
+
+
+def _int64(values: np.ndarray) -> pa.Array:
+    # pa.array would load pandas, half a second, to see whether this is of its own
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
 
 
 def _expansion(file: pq.ParquetFile, wanted: list[int], tick: Callable[[], None]) -> float:
@@ -198,9 +253,18 @@ def _is_within(path: str, columns: list[str] | None) -> bool:
 
 
 def _batches(
-    file: pq.ParquetFile, index: int, columns: list[str] | None, tick: Callable[[], None]
+    file: pq.ParquetFile,
+    index: int,
+    columns: list[str] | None,
+    tick: Callable[[], None],
+    most_rows: int = _BATCH_ROWS,
+    nbytes: int | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Validated batches of some megabytes of one row group.
+
+    Args:
+      most_rows: of a batch.
+      nbytes: bytes of the columns in the row group; None takes those of all its columns.
 
     Raises:
       ValueError: a column is missing, or the rows are not as many as the footer says.
@@ -210,8 +274,8 @@ def _batches(
         if names.count(name) != 1:
             raise ValueError(f"it has {names.count(name)} columns named {name!r}")
     group = file.metadata.row_group(index)
-    expected, nbytes = group.num_rows, max(1, group.total_byte_size)
-    size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * max(1, expected) // nbytes))
+    expected, total = group.num_rows, max(1, group.total_byte_size if nbytes is None else nbytes)
+    size = max(1, min(most_rows, _BATCH_BYTES * max(1, expected) // total))
     rows = 0
     for batch in file.iter_batches(size, row_groups=[index], columns=columns, use_threads=False):
         tick()
@@ -222,8 +286,3 @@ def _batches(
         yield batch
     if rows != expected:
         raise ValueError(f"row group {index} does not hold the {expected} rows its footer says")
-
-
-def _encoded(array: pa.Array) -> pa.Array:
-    text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
-    return array.dictionary_encode() if text else array

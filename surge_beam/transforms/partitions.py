@@ -29,10 +29,15 @@ MAX_NAME_BYTES = 255
 _ODD = re.compile(r"[^A-Za-z0-9\-_.]")
 # '~' is never plain, so a cut name (which holds one) equals no other value's name
 _CUT = "~"
+_JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 def _encode_odd(match: re.Match[str]) -> str:
-    char = match[0]
+    return _encoded_char(match[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded_char(char: str) -> str:
     # letters that normalisation leaves alone stay readable; the rest could collide on some disks
     if char.isalnum() and ord(char) > 127 and unicodedata.normalize("NFKC", char) == char:
         return char
@@ -80,7 +85,7 @@ def key_folder(names: list[str], values: list[tuple[str, Any]]) -> tuple[str, st
             else:
                 folders.append(encode_name(text, prefix=prefix))
         exact[name] = {"type": kind, "value": value}
-    return "/".join(folders), json.dumps(exact, ensure_ascii=False)
+    return "/".join(folders), _JSON.encode(exact)
 
 
 @functools.lru_cache(maxsize=256)
@@ -96,7 +101,7 @@ def file_folder(name: str) -> tuple[str, str]:
     """Folder and metadata JSON of a partition that is a file, by its path below the root."""
     folder = "/".join(encode_name(part) for part in name.split("/") if part)
     exact = {"file": {"type": "string", "value": name.encode("utf-8", "replace").decode()}}
-    return folder, json.dumps(exact, ensure_ascii=False)
+    return folder, _JSON.encode(exact)
 
 
 def hive_values(name: str) -> dict[str, str | None]:
@@ -191,6 +196,34 @@ def _comparable(column: pa.Array) -> pa.Array:
     return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
 
 
+def _codes(column: pa.Array) -> np.ndarray:
+    """A number for each row's value; rows of one number are equal."""
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column), np.int64)
+    if not pa.types.is_dictionary(column.type):
+        column = _comparable(column).dictionary_encode(null_encoding="encode")
+    codes = _int32(column.indices)
+    return codes if not column.null_count else np.where(_int32(column.is_valid()), codes, -1)
+
+
+def _int32(array: pa.Array) -> np.ndarray:
+    """A view. to_numpy would load pandas: half a second in a process that has no use for it."""
+    array = array.cast(pa.int32())
+    return np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + len(array)]
+
+
+def first_rows(columns: list[pa.Array]) -> np.ndarray:
+    """int64: rows at which a run of rows that are equal in all columns begins, at least one row.
+
+    Where a dictionary holds a value twice, a run may begin in the middle of equal rows.
+    """
+    new = np.ones(len(columns[0]), bool)
+    new[1:] = False
+    for column in columns:
+        new[1:] |= np.diff(_codes(column)) != 0
+    return np.flatnonzero(new)
+
+
 class KeyRuns:
     """Finds runs of equal key values in the rows of one file, a table of key columns at a time."""
 
@@ -198,11 +231,14 @@ class KeyRuns:
         self._names = names
         self._known: dict[tuple[tuple[str, Any], ...], tuple[str, str]] = {}
 
-    def runs(self, table: pa.Table) -> tuple[list[tuple[str, str]], np.ndarray, np.ndarray]:
+    def runs(
+        self, table: pa.Table, edges: np.ndarray | None = None
+    ) -> tuple[list[tuple[str, str]], np.ndarray, np.ndarray]:
         """Runs of equal neighbours.
 
         Args:
           table: the key columns, at least one row.
+          edges: rows at which a run begins even where its values are those of the row before.
 
         Returns:
           ``(folder, metadata JSON)`` of each distinct partition here; int64 [R], the index into
@@ -219,7 +255,6 @@ class KeyRuns:
             kind = key_type(column.type)
             if pa.types.is_null(column.type):
                 columns.append((kind, column[:1]))
-                code = code * 1
                 continue
             column = _comparable(column)
             encoded = column.dictionary_encode(null_encoding="encode")
@@ -229,8 +264,11 @@ class KeyRuns:
             # keep the product of dictionaries small enough for an int64
             code = np.unique(code, return_inverse=True)[1] if len(self._names) > 1 else code
             columns.append((kind, column))
-        starts = np.concatenate([[0], np.flatnonzero(np.diff(code)) + 1]) if rows else np.zeros(0)
-        starts = starts.astype(np.int64)
+        new = np.ones(rows, bool)
+        new[1:] = np.diff(code) != 0
+        if edges is not None:
+            new[edges] = True
+        starts = np.flatnonzero(new)
         _, first, which = np.unique(code[starts], return_index=True, return_inverse=True)
         partitions = []
         for row in starts[first].tolist():

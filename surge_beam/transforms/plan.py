@@ -14,8 +14,11 @@ from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan, unpac
 from surge_beam.transforms import manifest
 from surge_beam.transforms.exchange import scatter
 from surge_beam.transforms.files import Store, digest
-from surge_beam.transforms.read import FILE_LETTERS, SCANS, UNREADABLE, FileRuns
+from surge_beam.transforms.read import FILE_LETTERS, SCANS, UNREADABLE, FileRuns, expand_ranges
 from surge_beam.transforms.write import ROW_LETTERS
+
+SINGLE_CHUNKS = 128
+MAX_CHUNK = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,108 @@ class PlanSummary:
     partitions_planned: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class PartitionRuns:
+    """Partitions, and where their rows lie.
+
+    Attributes:
+      files: the files.
+      folders, values: of each partition.
+      edges: int64 [P + 1], where each partition's runs begin among all runs.
+      file, start, rows: int64 [R], of each run its file, first row and rows, in input order.
+    """
+
+    files: list[SourceFile]
+    folders: list[str]
+    values: list[str]
+    edges: np.ndarray
+    file: np.ndarray
+    start: np.ndarray
+    rows: np.ndarray
+
+    def fingerprint(self, partition: int) -> str:
+        lo, hi = self.edges[partition], self.edges[partition + 1]
+        files = [self.files[f].fingerprint for f in self.file[lo:hi].tolist()]
+        return digest(
+            ",".join(files),
+            self.start[lo:hi].astype("<i8").tobytes(),
+            self.rows[lo:hi].astype("<i8").tobytes(),
+        )
+
+    def subset(self, partitions: np.ndarray) -> PartitionRuns:
+        """Some partitions, with the files that they use."""
+        counts = self.edges[partitions + 1] - self.edges[partitions]
+        index = expand_ranges(self.edges[partitions], counts)
+        files, file = np.unique(self.file[index], return_inverse=True)
+        return PartitionRuns(
+            [self.files[f] for f in files.tolist()],
+            [self.folders[p] for p in partitions.tolist()],
+            [self.values[p] for p in partitions.tolist()],
+            np.concatenate([[0], np.cumsum(counts)]),
+            file,
+            self.start[index],
+            self.rows[index],
+        )
+
+    def slices(self, piece: Piece, place: dict[int, int]) -> Iterator[Slice]:
+        lo, hi = self.edges[piece.partition], self.edges[piece.partition + 1]
+        skip, left = piece.start, piece.rows
+        for i in range(lo, hi):
+            rows = int(self.rows[i])
+            if skip >= rows:
+                skip -= rows
+                continue
+            if left <= 0:
+                return
+            take = min(rows - skip, left)
+            yield Slice(place[int(self.file[i])], int(self.start[i]) + skip, take)
+            skip, left = 0, left - take
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanChunk:
+    """Some SuperBatches in a short form; their plans are made where they are encoded.
+
+    A plan is many small objects. Made of a whole corpus in one place, they would hold up the first.
+
+    Attributes:
+      runs: the partitions in them.
+      replaces: bool [P], whether a partition may have output already.
+      batches: the pieces of each SuperBatch.
+    """
+
+    runs: PartitionRuns
+    replaces: np.ndarray
+    batches: list[list[Piece]]
+
+    def plans(self) -> Iterator[SuperBatchPlan]:
+        for batch in self.batches:
+            yield self._plan(batch)
+
+    def _plan(self, batch: list[Piece]) -> SuperBatchPlan:
+        runs = self.runs
+        used: set[int] = set()
+        for piece in batch:
+            used.update(runs.file[runs.edges[piece.partition] : runs.edges[piece.partition + 1]])
+        files = sorted(used)
+        place = {f: i for i, f in enumerate(files)}
+        segments = tuple(
+            Segment(
+                runs.folders[p.partition],
+                runs.values[p.partition],
+                runs.fingerprint(p.partition),
+                p.part,
+                p.parts,
+                p.rows,
+                tuple(runs.slices(p, place)),
+                bool(self.replaces[p.partition]),
+            )
+            for p in batch
+        )
+        name = digest(*[(s.folder, s.fingerprint, s.part, s.parts) for s in segments])
+        return SuperBatchPlan(name, tuple(runs.files[f] for f in files), segments)
+
+
 class Planner:
     """Plans the SuperBatches of an input against what is committed already.
 
@@ -67,18 +172,23 @@ class Planner:
         )
         self.summary = PlanSummary()
         self._committed = committed
-        self._files: list[SourceFile] = []
         self._sound: set[str] = set()
-        self._collect(parts)
+        self._runs, self._which, nbytes = self._collect(parts)
+        count = len(self._runs.folders)
+        self.rows = np.bincount(self._which, self._runs.rows, minlength=count).astype(np.int64)
+        self._bytes = np.bincount(self._which, nbytes, minlength=count).astype(np.int64)
+        self._cut: dict[Limits, list[list[Piece]]] = {}
 
-    def _collect(self, parts: list[FileRuns]) -> None:
-        folders: dict[str, int] = {}
-        self._folders: list[str] = []
-        self._values: list[str] = []
+    def _collect(self, parts: list[FileRuns]) -> tuple[PartitionRuns, np.ndarray, np.ndarray]:
+        """The runs by partition; int64 [R], the partition and the bytes of each."""
+        known: dict[str, int] = {}
+        files: list[SourceFile] = []
+        folders: list[str] = []
+        values: list[str] = []
         which, file, start, rows, nbytes = [], [], [], [], []
         for part in parts:
-            if not self._files or self._files[-1].name != part.source.name:
-                self._files.append(part.source)
+            if not files or files[-1].name != part.source.name:
+                files.append(part.source)
                 self.summary.files += 1
                 self._sound.add(part.source.key)
             if part.failed or part.dead_letters:
@@ -86,74 +196,87 @@ class Planner:
             self.summary.files_failed += part.failed
             self.summary.file_letters += part.dead_letters
             index = np.empty(len(part.partitions), np.int64)
-            for i, (folder, values) in enumerate(part.partitions):
-                known = folders.get(folder)
-                if known is None:
-                    known = folders[folder] = len(self._folders)
-                    self._folders.append(folder)
-                    self._values.append(values)
-                index[i] = known
+            for i, (folder, value) in enumerate(part.partitions):
+                number = index[i] = known.setdefault(folder, len(folders))
+                if number == len(folders):
+                    folders.append(folder)
+                    values.append(value)
             which.append(index[part.which] if len(part.which) else part.which)
-            file.append(np.full(len(part.start), len(self._files) - 1, np.int32))
+            file.append(np.full(len(part.start), len(files) - 1, np.int64))
             start.append(part.start)
             rows.append(part.rows)
             nbytes.append(part.nbytes)
-        self._which = np.concatenate(which) if which else np.zeros(0, np.int64)
-        order = np.argsort(self._which, kind="stable")
-        self._which = self._which[order]
-        self._file = (np.concatenate(file) if file else np.zeros(0, np.int32))[order]
-        self._start = (np.concatenate(start) if start else np.zeros(0, np.int64))[order]
-        self._run_rows = (np.concatenate(rows) if rows else np.zeros(0, np.int64))[order]
-        bytes_ = (np.concatenate(nbytes) if nbytes else np.zeros(0, np.int64))[order]
-        count = len(self._folders)
-        self._edges = np.searchsorted(self._which, np.arange(count + 1))
-        self.rows = np.bincount(self._which, self._run_rows, minlength=count).astype(np.int64)
-        self._bytes = np.bincount(self._which, bytes_, minlength=count).astype(np.int64)
-        self._fingerprints = [self._fingerprint(p) for p in range(count)]
-
-    def _fingerprint(self, partition: int) -> str:
-        lo, hi = self._edges[partition], self._edges[partition + 1]
-        files = [self._files[f].fingerprint for f in self._file[lo:hi]]
-        return digest(
-            ",".join(files),
-            self._start[lo:hi].astype("<i8").tobytes(),
-            self._run_rows[lo:hi].astype("<i8").tobytes(),
+        of_run = _joined(which)
+        order = np.argsort(of_run, kind="stable")
+        of_run = of_run[order]
+        runs = PartitionRuns(
+            files,
+            folders,
+            values,
+            np.searchsorted(of_run, np.arange(len(folders) + 1)),
+            _joined(file)[order],
+            _joined(start)[order],
+            _joined(rows)[order],
         )
+        return runs, of_run, _joined(nbytes)[order]
 
     def plan(self, limits: Limits) -> Iterator[SuperBatchPlan | SplitPartition]:
         """SuperBatches to encode, and the split partitions to publish after them."""
-        at = self._committed.find([manifest.partition_key(f) for f in self._folders])
-        wanted = np.array([bytes.fromhex(f) for f in self._fingerprints], "S16")
+        for item in self.chunks(limits):
+            if isinstance(item, PlanChunk):
+                yield from item.plans()
+            else:
+                yield item
+
+    def chunks(self, limits: Limits) -> Iterator[PlanChunk | SplitPartition]:
+        """The same, several SuperBatches together where there are many."""
+        folders, committed = self._runs.folders, self._committed
+        keys = [manifest.partition_key(f) for f in folders] if len(committed.table) else []
+        at = committed.find(keys) if keys else np.full(len(folders), -1, np.int64)
         present = at >= 0
         done = np.zeros(len(at), bool)
-        done[present] = self._committed.table["fingerprint"][at[present]] == wanted[present]
+        fingerprints = [self._runs.fingerprint(p) for p in np.flatnonzero(present).tolist()]
+        # as an array, since numpy takes trailing zeros off bytes
+        wanted = np.array([bytes.fromhex(x) for x in fingerprints], "S16")
+        done[present] = committed.table["fingerprint"][at[present]] == wanted
         self._summarise(at, present, done)
         whole, rest = [], []
-        cut = cut_superbatches(self.rows, self._bytes, limits)
-        for batch in cut:
+        cut = self._superbatches(limits)
+        for batch in cut if done.any() or committed.parts else ():
             left = [p for p in batch if not self._is_done(p, done)]
             if len(left) == len(batch):
                 whole.append(left)
             else:
                 rest.extend(left)
-        whole.extend(self._recut(rest, limits))
-        replaced = present | self._committed.unfinished
-        for batch in whole:
-            self.summary.superbatches += 1
-            self.summary.rows_planned += sum(p.rows for p in batch)
-            yield self._superbatch(batch, replaced)
-        split: dict[int, int] = {}
-        for batch in cut:
-            for piece in batch:
-                if piece.parts > 1 and not done[piece.partition]:
-                    split[piece.partition] = piece.parts
+        whole = [*whole, *self._recut(rest, limits)] if done.any() or committed.parts else cut
+        self.summary.superbatches = len(whole)
+        self.summary.rows_planned = sum(p.rows for batch in whole for p in batch)
+        replaced = present | committed.unfinished
+        for some in _grouped(whole):
+            yield self._chunk(some, replaced)
+        split = {p.partition: p.parts for p, *_ in cut if p.parts > 1 and not done[p.partition]}
         for partition, parts in split.items():
-            yield SplitPartition(self._folders[partition], self._fingerprints[partition], parts)
+            yield SplitPartition(folders[partition], self._runs.fingerprint(partition), parts)
+
+    def _superbatches(self, limits: Limits) -> list[list[Piece]]:
+        if limits not in self._cut:
+            self._cut[limits] = cut_superbatches(self.rows, self._bytes, limits)
+        return self._cut[limits]
+
+    def _chunk(self, batches: list[list[Piece]], replaced: np.ndarray) -> PlanChunk:
+        used = np.array([piece.partition for batch in batches for piece in batch], np.int64)
+        partitions, local = np.unique(used, return_inverse=True)
+        number = iter(local.tolist())
+        moved = [
+            [Piece(next(number), p.start, p.rows, p.part, p.parts) for p in batch]
+            for batch in batches
+        ]
+        return PlanChunk(self._runs.subset(partitions), replaced[partitions], moved)
 
     def _summarise(self, at: np.ndarray, present: np.ndarray, done: np.ndarray) -> None:
         found = self._committed.table[at[done]]
         s = self.summary
-        s.partitions = len(self._folders)
+        s.partitions = len(self._runs.folders)
         s.partitions_skipped = int(done.sum())
         s.partitions_planned = s.partitions - s.partitions_skipped
         s.rows = int(self.rows.sum())
@@ -173,7 +296,7 @@ class Planner:
         """Removes dead letters of older versions of a file, and with ``prune`` the output and
         dead letters of what the input no longer has.
         """
-        current = {source.key: source.fingerprint for source in self._files}
+        current = {source.key: source.fingerprint for source in self._runs.files}
         for name in store.names(FILE_LETTERS):
             key, _, fingerprint = name.removesuffix(".parquet").partition("-")
             path = f"{FILE_LETTERS}/{name}"
@@ -191,10 +314,10 @@ class Planner:
                 store.remove(f"{SCANS}/{name}")
         if not prune:
             return
-        for path in manifest.prune(store, run, set(self._folders)):
+        for path in manifest.prune(store, run, set(self._runs.folders)):
             store.remove(path)
             store.remove_empty_folders(posixpath.dirname(path))
-        known = {digest(folder) for folder in self._folders}
+        known = {digest(folder) for folder in self._runs.folders}
         for path in list(store.walk(ROW_LETTERS)):
             if path.split("/")[-2] not in known:
                 store.remove(path)
@@ -209,21 +332,22 @@ class Planner:
 
     def scattered(self, limits: Limits) -> float:
         """How often reading SuperBatch by SuperBatch would decode a row (see ``exchange``)."""
-        batch_of = np.full(len(self._folders), -1, np.int64)
-        for number, batch in enumerate(cut_superbatches(self.rows, self._bytes, limits)):
+        batch_of = np.full(len(self._runs.folders), -1, np.int64)
+        for number, batch in enumerate(self._superbatches(limits)):
             for piece in batch:
                 # a split partition is read in stretches, as a clustered one is
                 batch_of[piece.partition] = number if piece.parts == 1 else -1
         of_run = batch_of[self._which]
         used = of_run >= 0
-        return scatter(of_run[used], self._file[used], self._start[used], self._run_rows[used])
+        runs = self._runs
+        return scatter(of_run[used], runs.file[used], runs.start[used], runs.rows[used])
 
     def _is_done(self, piece: Piece, done: np.ndarray) -> bool:
         if done[piece.partition]:
             return True
         if piece.parts == 1:
             return False
-        key = manifest.part_key(self._fingerprints[piece.partition], piece.part, piece.parts)
+        key = manifest.part_key(self._runs.fingerprint(piece.partition), piece.part, piece.parts)
         return key in self._committed.parts
 
     def _recut(self, pieces: list[Piece], limits: Limits) -> list[list[Piece]]:
@@ -233,42 +357,18 @@ class Planner:
         cut = cut_superbatches(self.rows[index], self._bytes[index], limits)
         return alone + [[pooled[p.partition] for p in batch] for batch in cut]
 
-    def _superbatch(self, batch: list[Piece], present: np.ndarray) -> SuperBatchPlan:
-        used: dict[int, int] = {}
-        for piece in batch:
-            for f in self._file[self._edges[piece.partition] : self._edges[piece.partition + 1]]:
-                used.setdefault(int(f), 0)
-        files = sorted(used)
-        place = {f: i for i, f in enumerate(files)}
-        segments = tuple(
-            Segment(
-                self._folders[p.partition],
-                self._values[p.partition],
-                self._fingerprints[p.partition],
-                p.part,
-                p.parts,
-                p.rows,
-                tuple(self._slices(p, place)),
-                bool(present[p.partition]),
-            )
-            for p in batch
-        )
-        name = digest(*[(s.folder, s.fingerprint, s.part, s.parts) for s in segments])
-        return SuperBatchPlan(name, tuple(self._files[f] for f in files), segments)
 
-    def _slices(self, piece: Piece, place: dict[int, int]) -> Iterator[Slice]:
-        lo, hi = self._edges[piece.partition], self._edges[piece.partition + 1]
-        skip, left = piece.start, piece.rows
-        for i in range(lo, hi):
-            rows = int(self._run_rows[i])
-            if skip >= rows:
-                skip -= rows
-                continue
-            if left <= 0:
-                return
-            take = min(rows - skip, left)
-            yield Slice(place[int(self._file[i])], int(self._start[i]) + skip, take)
-            skip, left = 0, left - take
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
+
+
+def _grouped(batches: list[list[Piece]]) -> Iterator[list[list[Piece]]]:
+    """Each alone as long as they are few, since what is shuffled can be encoded side by side."""
+    at = 0
+    while at < len(batches):
+        size = min(MAX_CHUNK, 1 + at // SINGLE_CHUNKS)
+        yield batches[at : at + size]
+        at += size
 
 
 def letter_errors(store: Store, name: str) -> list[str]:

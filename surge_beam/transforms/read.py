@@ -31,7 +31,14 @@ from surge_beam.records import (
 )
 from surge_beam.transforms.files import InputFile, Store, digest, filesystem
 from surge_beam.transforms.guard import GuardError, UnreadableFileError, shared_guard
-from surge_beam.transforms.partitions import KeyRuns, file_folder, hive_values, key_folder
+from surge_beam.transforms.parquet_probe import FIRST_ROW
+from surge_beam.transforms.partitions import (
+    KeyRuns,
+    file_folder,
+    hive_values,
+    key_folder,
+    key_type,
+)
 
 RESERVED = "__surge_"
 ROW_COLUMN = "__surge_row"
@@ -41,6 +48,7 @@ SCANS = "_surge/scans"
 FILE_LETTERS = "_surge/dead_letters/files"
 UNREADABLE = "UnreadableRowGroup"
 MAX_RUNS_PER_ELEMENT = 50_000
+SCAN_ROWS = 1 << 20
 BATCH_ROWS = 4096
 ATTEMPTS = 3
 
@@ -209,32 +217,37 @@ class Scanner:
         names = list(self.config.partition_by)
         in_file = [n for n in names if n not in hive]
         finder = KeyRuns(names)
-        first = 0
-        for group, (rows, nbytes) in enumerate(zip(group_rows, group_bytes, strict=True)):
-            if not rows:
+        edges = np.concatenate([[0], np.cumsum(group_rows)])
+        groups = np.flatnonzero(group_rows)
+        if in_file and len(groups):
+            for name in in_file:
+                key_type(schema.field(name).type)
+        # as many row groups as begin within the same SCAN_ROWS rows, one or more
+        for some in np.split(groups, np.flatnonzero(np.diff(edges[groups] // SCAN_ROWS)) + 1):
+            if not len(some):
                 continue
+            first, rows = int(edges[some[0]]), int(group_rows[some].sum())
             if in_file:
-                data = first_contact("key_runs", url, row_group=group, columns=in_file)
+                data = first_contact("key_runs", url, row_groups=some.tolist(), columns=in_file)
                 table = pa.ipc.open_stream(data).read_all()
-                if table.num_rows != rows:
-                    raise SurgeError(
-                        f"row group {group} holds {table.num_rows} rows, its footer says {rows}"
-                    )
+                numbers = table.column(FIRST_ROW).to_numpy()
             else:
-                table = pa.table({"": pa.nulls(rows)})
+                numbers = edges[some] - first
+                table = pa.table({FIRST_ROW: numbers})
             for name in names:
                 if name in hive:
                     constant = pa.scalar(hive[name], pa.string())
-                    table = table.append_column(name, pa.repeat(constant, int(rows)))
-            partitions, which, starts = finder.runs(table.select(names))
+                    table = table.append_column(name, pa.repeat(constant, len(numbers)))
+            at_groups = np.searchsorted(numbers, edges[some] - first)
+            partitions, which, at = finder.runs(table.select(names), at_groups)
+            starts = numbers[at]
             counts = np.diff(np.append(starts, rows))
-            sizes = counts * int(nbytes) // int(rows)
-            yield FileRuns(
-                source, partitions, which, starts + first, counts, sizes, dead_letters=bad
-            )
+            starts = starts + first
+            group = np.searchsorted(edges, starts, side="right") - 1
+            sizes = counts * group_bytes[group] // group_rows[group]
+            yield FileRuns(source, partitions, which, starts, counts, sizes, dead_letters=bad)
             bad = 0
-            first += int(rows)
-        if not first:
+        if not len(groups):
             empty = np.zeros(0, np.int64)
             yield FileRuns(source, [], empty, empty, empty, empty, dead_letters=bad)
 

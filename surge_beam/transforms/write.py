@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -87,7 +88,7 @@ class Committer:
         self._pool.shutdown(wait=True)
 
     def commit(self, name: str, segments: list[EncodedSegment], header: dict[str, Any]) -> None:
-        """Writes every segment, then the manifest entry.
+        """Writes every segment, then the manifest entry, whose header tells when.
 
         Raises:
           SurgeError: the rows of a segment do not add up.
@@ -97,6 +98,7 @@ class Committer:
         replaced = [s.segment.folder for s in segments if s.segment.replaces]
         manifest.void(self.store, self.run, name, replaced)
         lines = list(self._pool.map(self._write, segments))
+        header["ended"] = time.time()
         manifest.write(self.store, self.run, name, header, lines)
 
     def _write(self, encoded: EncodedSegment) -> dict[str, Any]:

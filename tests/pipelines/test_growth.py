@@ -77,6 +77,7 @@ def test_nothing_to_do(tmp_path: Path) -> None:
     changed = {name for name, about in listing(output).items() if before.get(name) != about}
     assert all(name.startswith("_surge") for name in changed)
     assert not any(name.startswith("_surge/manifest/") for name in changed)
+    assert "_surge/costs.json" not in changed, "tau and c are measured once"
 
 
 def test_growth_with_key_columns(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from surge_beam.records import SurgeError
 from surge_beam.transforms.guard import Guard, GuardError, UnreadableFileError, shared_guard
-from surge_beam.transforms.parquet_probe import ParquetProbe
+from surge_beam.transforms.parquet_probe import FIRST_ROW, ParquetProbe
+from surge_beam.transforms.partitions import key_type
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRA = """
@@ -99,17 +101,27 @@ def reader() -> Iterator[Guard]:
 def read_all(guard: Guard, path: Path) -> int:
     """Rows of a Parquet file, by way of all the functions."""
     about = guard.call("describe_parquet", source=str(path))
-    names = pa.ipc.read_schema(pa.BufferReader(about["schema"])).names
-    rows = 0
+    schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
+    names, rows = schema.names, 0
     for group, expected in enumerate(about["row_group_rows"]):
         found = guard.call("verify_row_group", source=str(path), row_group=group)
         assert found == expected
         rows += found
-        keys = [name for name in names if names.count(name) == 1]
-        data = guard.call("key_runs", source=str(path), row_group=group, columns=keys)
-        assert pa.ipc.open_stream(data).read_all().num_rows == expected or not keys
+    keys = [name for name in names if names.count(name) == 1 and may_be_key(schema, name)]
+    groups = [group for group, count in enumerate(about["row_group_rows"]) if count]
+    if keys and groups:
+        data = guard.call("key_runs", source=str(path), row_groups=groups, columns=keys)
+        found = pa.ipc.open_stream(data).read_all()[FIRST_ROW].to_pylist()
+        assert found == sorted(set(found)) and found[0] == 0 and found[-1] < rows
     assert rows == about["num_rows"]
     return rows
+
+
+def may_be_key(schema: pa.Schema, name: str) -> bool:
+    try:
+        return bool(key_type(schema.field(name).type))
+    except SurgeError:
+        return False
 
 
 def outcome(guard: Guard, path: Path, kind: str = "parquet") -> int | str:
@@ -139,12 +151,25 @@ def test_describe_verify_and_keys(tmp_path: Path, reader: Guard) -> None:
     everything = reader.call("describe_parquet", source=str(path), columns=None)
     assert 0 < sum(about["row_group_bytes"]) < sum(everything["row_group_bytes"])
     assert reader.call("verify_row_group", source=str(path), row_group=2, columns=["t"]) == 200
-    keys = reader.call("key_runs", source=str(path), row_group=1, columns=["n", "k"])
+    keys = reader.call("key_runs", source=str(path), row_groups=[1, 2], columns=["n", "k"])
     found = pa.ipc.open_stream(keys).read_all()
-    assert found.num_columns == 2 and found["n"].to_pylist() == list(range(400, 800))
-    assert found["k"].cast(pa.string()).to_pylist() == ["a", "b"] * 200
+    assert found["n"].to_pylist() == list(range(400, 1000))
+    assert found["k"].cast(pa.string()).to_pylist() == ["a", "b"] * 300
+    assert found[FIRST_ROW].to_pylist() == list(range(600))
+    runs = pa.table({"k": ["a"] * 500 + ["b"] * 300 + [None] * 200, "n": [1] * 700 + [2] * 300})
+    pq.write_table(runs, tmp_path / "g.parquet", row_group_size=400)
+    other = str(tmp_path / "g.parquet")
+    keys = reader.call("key_runs", source=other, row_groups=[0, 1, 2], columns=["k", "n"])
+    found = pa.ipc.open_stream(keys).read_all()
+    assert found[FIRST_ROW].to_pylist() == [0, 400, 500, 700, 800]
+    assert found["k"].cast(pa.string()).to_pylist() == ["a", "a", "b", "b", None]
     with pytest.raises(UnreadableFileError, match="0 columns named 'x'"):
         reader.call("verify_row_group", source=str(path), row_group=0, columns=["x"])
+    texts = {"k": ["a", None, "b"], "n": [1, 2, 3]}
+    pq.write_table(pa.table(texts), other)
+    assert reader.call("first_texts", source=other, column="k", rows=2) == ["a"]
+    with pytest.raises(UnreadableFileError, match="no one column named 'x'"):
+        reader.call("first_texts", source=other, column="x", rows=2)
     pq.write_table(table.slice(0, 10), path)
     assert reader.call("verify_row_group", source=str(path), row_group=0) == 10
 
@@ -260,6 +285,25 @@ def test_a_crash_is_survived(tmp_path: Path, guard: Guard) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["functions"]
 
 
+def test_started_ahead(guard: Guard) -> None:
+    guard.start()
+    first = guard.pid
+    guard.start()
+    assert first is not None and guard.pid == first
+    assert guard.call("echo", value=1) == 1 and guard.pid == first
+    guard.close()
+    guard.start()
+    assert guard.pid not in (None, first) and guard.call("echo", value=2) == 2
+
+
+def test_a_helper_that_cannot_start_is_not_the_file_s_fault() -> None:
+    with Guard(functions="no_such_module") as guard:
+        guard.start()
+        with pytest.raises(GuardError, match="does not start"):
+            guard.call("echo", source="f")
+        assert guard.pid is None
+
+
 def test_a_file_is_not_blamed_for_the_one_before(guard: Guard) -> None:
     for _ in range(2):
         assert guard.call("crash_unless_first") == 1
@@ -318,7 +362,12 @@ def test_an_interrupted_call_does_not_answer_the_next(
     assert guard.call("echo", value="next") == "next"
 
 
-def test_the_helper_loads_neither_beam_nor_torch(guard: Guard) -> None:
+def test_the_helper_loads_neither_beam_nor_torch(tmp_path: Path, guard: Guard) -> None:
+    path = str(tmp_path / "f.parquet")
+    pq.write_table(pa.table({"k": ["a", "a", None], "n": [1, 2, None]}), path)
+    guard.call("describe_parquet", source=path)
+    guard.call("verify_row_group", source=path, row_group=0)
+    guard.call("key_runs", source=path, row_groups=[0], columns=["k", "n"])
     loaded = {name.split(".")[0] for name in guard.call("modules")}
     assert not loaded & {"apache_beam", "torch", "numpy.testing", "pandas", "transformers"}
     assert {"pyarrow", "fsspec"} <= loaded

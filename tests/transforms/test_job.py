@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from surge_beam.records import RefusedError, SurgeError
@@ -16,6 +17,7 @@ from surge_beam.transforms.job import (
     exclusive,
     explain,
     finish,
+    hand_memory_back,
     named,
     run_name,
 )
@@ -137,3 +139,12 @@ def test_explain_a_full_disk(number: int) -> None:
     kind, message = explain(RuntimeError(f"Traceback\n{text}\n"), "/out")
     assert kind == "OSError"
     assert message == f"the disk of the output /out is full: [Errno {number}] no room: '/out/x'"
+
+
+def test_freed_memory_is_handed_back() -> None:
+    before = pa.default_memory_pool()
+    try:
+        hand_memory_back()
+        assert pa.default_memory_pool().backend_name == "system"
+    finally:
+        pa.set_memory_pool(before)

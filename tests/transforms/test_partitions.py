@@ -20,6 +20,7 @@ from surge_beam.transforms.partitions import (
     KeyRuns,
     encode_name,
     file_folder,
+    first_rows,
     hive_values,
     key_folder,
 )
@@ -192,6 +193,24 @@ def test_runs_are_the_equal_neighbours(rows: list[tuple[str | None, int | None]]
             assert run == 0 or part[start] != part[start - 1]
             exact = json.loads(partitions[which[run]][1])
             assert (exact["k"]["value"], exact["n"]["value"]) == part[start]
+
+
+@given(st.lists(st.tuples(VALUES, st.integers(0, 3) | st.none()), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_first_rows_are_where_a_value_changes(rows: list[tuple[str | None, int | None]]) -> None:
+    text = pa.array([k for k, _ in rows], pa.string())
+    number = pa.array([n for _, n in rows], pa.int64())
+    wanted = [i for i, row in enumerate(rows) if not i or row != rows[i - 1]]
+    for column in (text, text.dictionary_encode(), text.dictionary_encode("encode")):
+        assert first_rows([column, number]).tolist() == wanted
+    shifted = pa.concat_arrays([text[:1], text]).dictionary_encode()[1:]
+    assert first_rows([shifted, number, pa.nulls(len(rows))]).tolist() == wanted
+
+
+def test_runs_may_be_made_to_begin_at_given_rows() -> None:
+    table = pa.table({"k": ["a", "a", "a", "b", "b"]})
+    _, which, starts = KeyRuns(["k"]).runs(table, np.array([0, 2, 3]))
+    assert starts.tolist() == [0, 2, 3] and which.tolist() == [0, 0, 1]
 
 
 def test_a_name_is_encoded_as_far_as_readers_need() -> None:

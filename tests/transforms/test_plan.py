@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surge_beam.policy.superbatch import Limits
-from surge_beam.records import DeadLetter, SourceFile, SuperBatchPlan, dead_letter_table, pack
+from surge_beam.records import (
+    DeadLetter,
+    SourceFile,
+    SuperBatchPlan,
+    dead_letter_table,
+    pack,
+    unpack,
+)
 from surge_beam.transforms import manifest
 from surge_beam.transforms.files import Store, digest
-from surge_beam.transforms.plan import Planner, SplitPartition
+from surge_beam.transforms.plan import MAX_CHUNK, SINGLE_CHUNKS, PlanChunk, Planner, SplitPartition
 from surge_beam.transforms.read import FILE_LETTERS, SCANS, FileRuns, write_file_letters
 
 Runs = list[tuple[int, int]]
@@ -121,6 +128,20 @@ def test_every_row_is_planned_once_and_in_order(files: dict[str, Runs], split_at
     again = [x for x in shuffled.plan(LIMITS) if isinstance(x, SuperBatchPlan)]
     assert planned(again) == planned(plans)
     assert plan(files, NOTHING)[1] == plans
+
+
+def test_many_superbatches_travel_together_and_are_all_recognised() -> None:
+    files = {"a": [(i, 9) for i in range(4000)], "b": [(i, 3) for i in range(0, 4000, 7)]}
+    planner = Planner(runs_of(files), NOTHING)
+    chunks = [x for x in planner.chunks(LIMITS) if isinstance(x, PlanChunk)]
+    plans = [plan for chunk in chunks for plan in unpack(pack(chunk)).plans()]
+    assert planned(plans) == rows_of(files)
+    assert all(len(chunk.batches) == 1 for chunk in chunks[:SINGLE_CHUNKS])
+    assert len(chunks) < len(plans) / 3
+    assert max(len(chunk.batches) for chunk in chunks) == MAX_CHUNK
+    # with so many fingerprints, some end in a byte of zero
+    done, left, _ = plan(files, committed_of(plans))
+    assert left == [] and done.summary.partitions_skipped == 4000
 
 
 @settings(deadline=None)

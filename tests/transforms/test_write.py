@@ -84,6 +84,7 @@ def test_a_partition(store: Store, vector_type: str) -> None:
     assert json.loads(table.schema.metadata[b"surge.partition"])["service"]["value"] == "a"
     assert letters(store) == [part_name(0)]
     [(header, [line])] = manifest.entries(store)
+    assert header.pop("ended") > 0
     assert header == {"run": "1", "superbatch": "x"}
     data = store.get(f"{FOLDER}/part-00000.parquet")
     assert (line["rows"], line["dead_letters"], line["fingerprint"]) == (3, 2, digest(0))
