@@ -12,10 +12,10 @@ from torch import Tensor
 
 from surge_beam.gpu.attention import TorchAttention
 from surge_beam.gpu.attention_plan import plan_attention, share_groups
+from surge_beam.gpu.device_errors import free_device_memory, is_out_of_memory
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Sampled, StepBatch
 from surge_beam.gpu.sampling import sample
-from surge_beam.gpu.worker import is_out_of_memory
 from surge_beam.records import EngineConfig, SurgeError
 
 _FREE_SHARE = {"cpu": 0.4, "cuda": 0.9}
@@ -64,9 +64,11 @@ class ModelRunner:
         try:
             return self.sample(self._forward(batch), batch)
         except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise OutOfDeviceMemory(str(error).splitlines()[0]) from None
-            raise
+            if not is_out_of_memory(error):
+                raise
+            message = str(error).splitlines()[0] if str(error) else "out of memory"
+        free_device_memory()
+        raise OutOfDeviceMemory(message)
 
     def sample(self, logits: Tensor, batch: StepBatch) -> Sampled:
         """The tokens chosen from logits, float32 [R, vocabulary]."""

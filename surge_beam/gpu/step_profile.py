@@ -66,8 +66,8 @@ class StepProfile:
     Attributes:
       total: of the whole step.
       parts: ``linear`` (the head apart), ``attention``, ``head``, ``sampling``, ``other`` (norms,
-        rope, activation, embedding), and ``python``: planning and whatever is no tensor operation,
-        the profiler's own cost included, so that it is rather over- than understated.
+        rope, activation, embedding), and ``python``: planning and whatever else is no tensor
+        operation, less what the profiler itself takes for each of them.
       floor: linear layers and head alone, and the KV's bytes at copying speed.
     """
 
@@ -85,15 +85,18 @@ def profile_step(timer: StepTimer, batch: StepBatch) -> StepProfile:
         began = timer.clock()
         runner.step(batch)
         totals.append(timer.clock() - began)
+    total = statistics.median(totals)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         began = timer.clock()
         for _ in range(timer.repeats):
             runner.step(batch)
-        wall = (timer.clock() - began) / timer.repeats
+        profiled = (timer.clock() - began) / timer.repeats
     spent: dict[str, float] = defaultdict(float)
+    operations = 0
     for event in recorded.events():
         if event.name in PARTS or (event.cpu_parent and event.cpu_parent.name not in PARTS):
             continue
+        operations += 1
         part = event.cpu_parent.name if event.cpu_parent else ""
         if part == "planning":
             continue
@@ -101,13 +104,32 @@ def profile_step(timer: StepTimer, batch: StepBatch) -> StepProfile:
             part = "linear" if event.name in _LINEAR else "other"
         spent[part] += event.cpu_time_total / 1e6 / timer.repeats
     parts = {name: spent[name] for name in ("linear", "attention", "head", "sampling", "other")}
-    parts["python"] = wall - sum(parts.values())
-    scale = statistics.median(totals) / wall
+    own = profiled - sum(parts.values()) - _profiler_seconds(timer) * operations / timer.repeats
+    parts["python"] = max(0.0, own)
+    scale = total / sum(parts.values())
     return StepProfile(
-        total=1e3 * statistics.median(totals),
+        total=1e3 * total,
         parts={name: 1e3 * seconds * scale for name, seconds in parts.items()},
         floor=_floor(runner, batch, timer),
     )
+
+
+@torch.inference_mode()
+def _profiler_seconds(timer: StepTimer, calls: int = 2000) -> float:
+    """What recording one operation takes."""
+    x = torch.zeros(4)
+
+    def seconds() -> float:
+        began = timer.clock()
+        for _ in range(calls):
+            x.view(2, 2)
+        return timer.clock() - began
+
+    seconds()
+    plain = seconds()
+    with profile(activities=[ProfilerActivity.CPU]):
+        recorded = seconds()
+    return max(0.0, recorded - plain) / calls
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from apache_beam.internal import pickler
 
+from surge_beam.gpu.device_errors import free_device_memory, is_fatal, is_out_of_memory
 from surge_beam.gpu.encoder import Encoder, load_encoder
 from surge_beam.gpu.handler import ModelHandlerEncoder
 from surge_beam.gpu.vector_cache import VectorCache, text_keys
@@ -21,8 +22,6 @@ from surge_beam.records import EncoderConfig, SurgeError
 
 DEFAULT_CACHE_BYTES = 64 << 20
 _PADDED_TOKENS = {"cpu": 2048, "cuda": 16384}
-_FATAL = ("device-side assert", "illegal memory access", "misaligned address", "unspecified launch")
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +266,7 @@ class _Run:
         if not memory and is_fatal(error):
             raise error
         if memory:
-            _free_device_memory()
+            free_device_memory()
         if len(rows) == 1:
             kind = "OutOfMemory" if memory else type(error).__name__
             self.failures[int(rows[0])] = (kind, str(error) or kind, attempt)
@@ -318,24 +317,6 @@ def forget_workers() -> None:
         _workers.clear()
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """True if an error says that the device or the host has no memory left."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in text for part in _OUT_OF_MEMORY)
-
-
-def is_fatal(error: Exception) -> bool:
-    """True if the CUDA context is lost, so that every later pass would fail too."""
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        type(error).__name__ == "AcceleratorError"
-        or "CUDA error" in text
-        or any(part in text for part in _FATAL)
-    )
-
-
 _workers: dict[tuple[EncoderConfig, str, bytes | None], EncodeWorker] = {}
 _workers_lock = threading.Lock()
 
@@ -362,11 +343,3 @@ def _first_rows(inverse: np.ndarray | None, distinct: int) -> np.ndarray:
 def _bucket(length: int) -> int:
     """The power of two at or above a length."""
     return 1 << (length - 1).bit_length()
-
-
-def _free_device_memory() -> None:
-    import sys
-
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -36,7 +36,8 @@ with Engine(config) as engine:
     before = peak()
     done = sum(1 for _ in engine.stream(requests(0, 20_000)))
     engine.pool.check([])
-    print(json.dumps({"done": done, "retained": engine.pool.retained, "before": before, "after": peak(),
+    print(json.dumps({"done": done, "retained": engine.pool.retained,
+        "before": before, "after": peak(),
         "pages": engine.stats.peak_pages, "page_bytes": engine.runner.page_bytes}))
 """
 

@@ -17,8 +17,6 @@ from surge_beam.gpu.dummy import DummyEncoder
 from surge_beam.gpu.worker import (
     EncodeWorker,
     forget_workers,
-    is_fatal,
-    is_out_of_memory,
     shared_worker,
 )
 from surge_beam.records import EncoderConfig, SurgeError
@@ -157,14 +155,6 @@ def test_a_broken_contract_is_not_a_bad_row():
     worker = EncodeWorker(Scripted(lambda rows: _raise(SurgeError("too few results"))))
     with pytest.raises(SurgeError):
         run(worker, ["a", "b"])
-
-
-def test_kinds_of_errors():
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(RuntimeError("CUDA out of memory."))
-    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert not is_out_of_memory(ValueError("out of memory"))
-    assert is_fatal(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert not is_fatal(RuntimeError("shape mismatch"))
 
 
 def test_cache_serves_later_superbatches():
