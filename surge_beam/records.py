@@ -357,7 +357,7 @@ class Checkpoint:
             checkpoint = cls(
                 request=Request(sampling=SamplingParams(**sampling), **request), **fields
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise SurgeError(f"not a checkpoint: {error}") from error
         if not 0 <= checkpoint.baseline <= len(checkpoint.output_ids):
             raise SurgeError("not a checkpoint: its baseline lies beyond its output")
