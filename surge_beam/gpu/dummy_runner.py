@@ -82,6 +82,10 @@ class DummyRunner:
         self._fail_perhaps()
         self._pool[self._slots(np.asarray(pages, np.int32))] = copy[first * self.page_size :]
 
+    def close(self) -> None:
+        """See ``Runner``."""
+        self._pool = self._pool[:0]
+
     def _slots(self, pages: np.ndarray) -> np.ndarray:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).ravel()
 

@@ -207,11 +207,19 @@ class Engine:
                 return
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Completions of all requests, in their order."""
+        """Completions of all requests, in their order.
+
+        Raises:
+          SurgeError: if two of them have the same custom_id.
+        """
         order: list[str] = []
+        seen: set[str] = set()
 
         def noted() -> Iterator[Request]:
             for request in requests:
+                if request.custom_id in seen:
+                    raise SurgeError(f"two requests have custom_id {request.custom_id!r}")
+                seen.add(request.custom_id)
                 order.append(request.custom_id)
                 yield request
 
@@ -219,13 +227,15 @@ class Engine:
         return [done[custom_id] for custom_id in order]
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All unfinished sequences in their portable form, by arrival."""
+        """All unfinished sequences in their portable form, by arrival; between two steps, or
+        after one that raised.
+        """
         with self._lock:
             alive = sorted(self._alive.values(), key=lambda s: s.index)
             return [sequence.checkpoint() for sequence in alive]
 
     def close(self) -> None:
-        """Lets go of the model and the KV pool. Unfinished sequences are gone with it."""
+        """Lets go of the KV pool, and of unfinished sequences; take ``checkpoints`` before."""
         with self._lock:
             self._closed = True
             self._alive.clear()
@@ -233,9 +243,7 @@ class Engine:
         self._waiting.clear()
         self._running.clear()
         self._parked.clear()
-        close = getattr(self.runner, "close", None)
-        if close is not None:
-            close()
+        self.runner.close()
 
     # --- one step ---
 
@@ -542,8 +550,13 @@ class Engine:
         try:
             sampled = self.runner.step(batch)
         except OutOfDeviceMemory as error:
+            self._undo(chunks)
             self._shrink(chunks, len(batch.ids), error)
             return
+        except BaseException:
+            self._undo(chunks)
+            self._evict_prefilling()
+            raise
         seconds = self._clock() - began
         kind = "decode" if not prefill_tokens else "mixed" if decode_rows else "prefill"
         stats = self.stats
@@ -604,20 +617,27 @@ class Engine:
             sampled,
         )
 
-    def _shrink(self, chunks: list[_Chunk], tokens: int, error: OutOfDeviceMemory) -> None:
-        """After a step that ran out of memory: nothing of it counts, and steps become smaller."""
+    def _undo(self, chunks: list[_Chunk]) -> None:
+        """Takes back what a step that failed has offered to others."""
         for chunk in chunks:
             self.pool.withdraw(chunk.registered)
+
+    def _evict_prefilling(self) -> list[Sequence]:
+        """All that prefill: one without a chunk in a failed step may have counted on another's."""
+        prefilling = [s for s in self._running if s.state is State.PREFILLING]
+        for sequence in prefilling:
+            self._evict(sequence)
+        return prefilling
+
+    def _shrink(self, chunks: list[_Chunk], tokens: int, error: OutOfDeviceMemory) -> None:
+        """After a step that ran out of memory: nothing of it counts, and steps become smaller."""
         hopeless = len(chunks) == 1 and tokens <= self.pool.page_size
         if hopeless:
             self._end(
                 chunks[0].sequence, "capacity", f"a step of {tokens} tokens does not fit: {error}"
             )
         decoding = [c.sequence for c in chunks if c.sequence.state is State.ACTIVE]
-        # all that prefill: one without a chunk in this step may have counted on another's
-        prefilling = [s for s in self._running if s.state is State.PREFILLING]
-        for sequence in prefilling:
-            self._evict(sequence)
+        prefilling = self._evict_prefilling()
         if hopeless:
             return
         if prefilling and self._step_tokens > self.pool.page_size:
@@ -642,6 +662,7 @@ class Engine:
     def _emit(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         with self._lock:
             del self._alive[sequence.request.custom_id]
+            self._cancelled.discard(sequence.request.custom_id)
         self.stats.finished[reason] += 1
         self._finished.append(sequence.completion(reason, error or None))
 

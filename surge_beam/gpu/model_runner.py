@@ -132,6 +132,11 @@ class ModelRunner:
         except (RuntimeError, MemoryError) as error:
             raise CopyFailed(str(error)) from error
 
+    def close(self) -> None:
+        """See ``Runner``. The model stays, for the next engine of this process."""
+        self.pool = self.pool[:, :, :, :0].clone()
+        self._layers = []
+
     def _slots(self, pages: Sequence[int]) -> Tensor:
         first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
         slots = (first + torch.arange(self.page_size)).flatten()

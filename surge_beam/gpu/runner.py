@@ -112,3 +112,6 @@ class Runner(Protocol):
 
     def restore(self, copy: Any, first: int, pages: Sequence[int]) -> None:
         """Puts a copy's pages from its ``first`` on into pages of the pool. Raises CopyFailed."""
+
+    def close(self) -> None:
+        """Lets go of the pool."""

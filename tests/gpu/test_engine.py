@@ -275,6 +275,41 @@ def test_logits_that_are_no_numbers_end_one_row():
         own.pool.check([])
 
 
+def test_after_a_step_that_raised_the_engine_goes_on():
+    class Failing(DummyRunner):
+        failures = 0
+
+        def step(self, batch):
+            if self.failures < 12 and len(batch.ids) > len(batch.counts):
+                self.failures += 1
+                raise RuntimeError("the device hiccups")
+            return super().step(batch)
+
+    wanted = requests(30, shared=30)
+    own = engine(runner=Failing(200, 4), max_sequences=6, max_prefill_tokens=8, schedule="mb")
+    for request in wanted:
+        own.submit(request)
+    done: list[Completion] = []
+    raised = 0
+    while len(done) < len(wanted):
+        try:
+            done += own.completions()
+        except RuntimeError:
+            raised += 1
+            done += own._finished
+            own._finished.clear()
+            own.pool.check([s.table for s in own._running])
+            assert len(own.checkpoints()) == len(wanted) - len(done)
+    assert raised == 12
+    check(done, wanted)
+
+
+def test_two_requests_of_one_name_are_refused():
+    same = Request(custom_id="same", prompt_ids=(1,))
+    with pytest.raises(SurgeError, match="same"):
+        engine().generate([same, same])
+
+
 def test_priority_goes_first():
     own = engine(max_sequences=1, schedule="mb")
     for name, priority in (("low", 0), ("high", 5)):
