@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -182,6 +184,14 @@ class SuperBatchPlan:
         return sum(s.rows for s in self.segments)
 
 
+def _integers(name: str, values: Iterable[Any]) -> tuple[int, ...]:
+    """A tuple of Python integers. Raises SurgeError if the values are something else."""
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError as error:
+        raise SurgeError(f"{name} must be integers: {error}") from error
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a completion's tokens are chosen and when it ends. The defaults decode greedily.
@@ -220,6 +230,20 @@ class SamplingParams:
         def reject(name: str, wanted: str) -> None:
             raise SurgeError(f"{name} must be {wanted}, not {getattr(self, name)!r}")
 
+        for name in ("max_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            if value is None and name != "top_k":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                reject(name, "an integer")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                reject(name, "a number")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            reject("stop", "a tuple of texts")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", _integers("stop_token_ids", self.stop_token_ids))
         if self.max_tokens is not None and self.max_tokens < 1:
             reject("max_tokens", "at least 1")
         if not (0.0 <= self.temperature < float("inf")):
@@ -257,6 +281,13 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.custom_id, str):
+            raise SurgeError(f"custom_id must be a text, not {self.custom_id!r}")
+        if not isinstance(self.priority, int):
+            raise SurgeError(f"priority must be an integer, not {self.priority!r}")
+        object.__setattr__(self, "prompt_ids", _integers("prompt_ids", self.prompt_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,10 +377,7 @@ class Checkpoint:
                 )
             request = fields.pop("request")
             sampling = request.pop("sampling")
-            for name in ("stop", "stop_token_ids"):
-                sampling[name] = tuple(sampling[name])
-            request["prompt_ids"] = tuple(map(int, request["prompt_ids"]))
-            fields["output_ids"] = tuple(map(int, fields["output_ids"]))
+            fields["output_ids"] = tuple(map(operator.index, fields["output_ids"]))
             fields["logprobs"] = tuple(
                 TokenLogprob(x["token_id"], x["logprob"], tuple((i, p) for i, p in x["top"]))
                 for x in fields["logprobs"]
@@ -357,11 +385,14 @@ class Checkpoint:
             checkpoint = cls(
                 request=Request(sampling=SamplingParams(**sampling), **request), **fields
             )
+            for name in ("baseline", "cached_tokens", "parks", "evictions"):
+                if operator.index(getattr(checkpoint, name)) < 0:
+                    raise ValueError(f"{name} is negative")
+            if checkpoint.baseline > len(checkpoint.output_ids):
+                raise ValueError("its baseline lies beyond its output")
+            return checkpoint
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise SurgeError(f"not a checkpoint: {error}") from error
-        if not 0 <= checkpoint.baseline <= len(checkpoint.output_ids):
-            raise SurgeError("not a checkpoint: its baseline lies beyond its output")
-        return checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -407,9 +438,11 @@ class EngineConfig:
             raise SurgeError(f"schedule must be eb, mb or eb+, not {self.schedule!r}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise SurgeError(f"page_size must be a power of two, not {self.page_size}")
-        for name in ("max_sequences", "max_prefill_tokens"):
-            if getattr(self, name) < 1:
+        for name in ("max_sequences", "max_prefill_tokens", "kv_bytes", "max_context"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise SurgeError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.host_kv_bytes < 0:
+            raise SurgeError(f"host_kv_bytes must be 0 or more, not {self.host_kv_bytes}")
 
 
 def pack(value: Any) -> bytes:

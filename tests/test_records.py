@@ -31,6 +31,13 @@ from surge_beam.records import (
         ("repetition_penalty", 0.0),
         ("stop", ("a", "")),
         ("logprobs", -1),
+        ("max_tokens", 1.5),
+        ("seed", [1]),
+        ("top_k", None),
+        ("temperature", "1"),
+        ("stop", "END"),
+        ("stop", (5,)),
+        ("stop_token_ids", ((1,),)),
     ],
 )
 def test_parameters_out_of_range_are_named(field, value):
@@ -40,7 +47,15 @@ def test_parameters_out_of_range_are_named(field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("schedule", "fifo"), ("page_size", 12), ("max_sequences", 0), ("max_prefill_tokens", 0)],
+    [
+        ("schedule", "fifo"),
+        ("page_size", 12),
+        ("max_sequences", 0),
+        ("max_prefill_tokens", 0),
+        ("kv_bytes", 0),
+        ("max_context", -5),
+        ("host_kv_bytes", -1),
+    ],
 )
 def test_recipes_that_cannot_work_are_named(field, value):
     with pytest.raises(SurgeError, match=field):
@@ -101,6 +116,11 @@ def test_a_custom_id_may_hold_half_a_surrogate_pair():
         {"request": 3},
         {"unknown": 1},
         {"logprobs": [1]},
+        {"baseline": "x"},
+        {"cached_tokens": "x"},
+        {"parks": -1},
+        {"output_ids": [4.9]},
+        {"output_ids": [float("inf")]},
     ],
 )
 def test_what_is_no_checkpoint_is_refused(change):
@@ -110,3 +130,12 @@ def test_what_is_no_checkpoint_is_refused(change):
     for text in ("", "[]", "null", '"x"', "{"):
         with pytest.raises(SurgeError, match="checkpoint"):
             Checkpoint.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"custom_id": 3}, {"priority": None}, {"prompt_ids": "12"}, {"prompt_ids": (1.5,)}]
+)
+def test_requests_of_the_wrong_kind_are_refused(fields):
+    whole = {"custom_id": "a", "prompt_ids": (1,)}
+    with pytest.raises(SurgeError, match=next(iter(fields))):
+        Request(**(whole | fields))

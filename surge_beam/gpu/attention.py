@@ -22,7 +22,7 @@ from surge_beam.gpu.attention_plan import AttentionPlan, Ints, ranges
 SPLIT_TOKENS = 64
 # Limits what a block of operations holds at once, so that it stays in a cache: numbers of K, and
 # of scores.
-MAX_GATHERED = 1 << 21
+MAX_GATHERED = 1 << 19
 MAX_SCORES = 1 << 19
 # Query rows of a prefill that go through one call: it computes the part above the diagonal too.
 PREFILL_ROWS = 256

@@ -19,7 +19,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 # Costs of a part of its own, in keys read for one sequence: launching its operations, and merging
 # its result into that of one query. Measured on two AVX2 cores in float32.
-NODE_COST = 256
+NODE_COST = 384
 MERGE_COST = 8
 
 

@@ -190,21 +190,41 @@ class Engine:
     def stream(self, requests: Iterable[Request | Checkpoint]) -> Iterator[Completion]:
         """Completions as they finish; draws requests only as room for them comes, so that any
         number of them may pass through.
+
+        Decoding waits while the source has nothing to give. Whoever leaves early, or whose source
+        raises, drops what this call has submitted and not yielded.
         """
         source = iter(requests)
+        own: set[str] = set()
         more = True
-        while True:
-            while more and len(self._alive) < _QUEUE_PER_SLOT * self._slots:
-                request = next(source, None)
-                if request is None:
-                    more = False
-                else:
+        try:
+            while True:
+                while more and len(self._alive) < _QUEUE_PER_SLOT * self._slots:
+                    request = next(source, None)
+                    if request is None:
+                        more = False
+                        break
                     self.submit(request)
-            progressed = self.step()
-            while self._finished:
-                yield self._finished.popleft()
-            if not progressed and not more:
-                return
+                    inner = request.request if isinstance(request, Checkpoint) else request
+                    own.add(inner.custom_id)
+                progressed = self.step()
+                while self._finished:
+                    completion = self._finished.popleft()
+                    own.discard(completion.custom_id)
+                    yield completion
+                if not progressed and not more:
+                    return
+        finally:
+            self._drop(own)
+
+    def _drop(self, custom_ids: set[str]) -> None:
+        """Ends requests without a completion."""
+        if custom_ids:
+            for custom_id in custom_ids:
+                self.cancel(custom_id)
+            self._take_in()
+            kept = [c for c in self._finished if c.custom_id not in custom_ids]
+            self._finished = collections.deque(kept)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Completions of all requests, in their order.
@@ -439,14 +459,20 @@ class Engine:
         budget = self._step_tokens
         if plan.decode:
             chunks = [_Chunk(s, 1, True) for s in self._running if s.state is State.ACTIVE]
-            budget -= len(chunks)
+            # never less than a page, or a long prompt would wait for as long as short ones come
+            budget = max(budget - len(chunks), self.pool.page_size)
         if plan.prefill:
-            for sequence in [s for s in self._running if s.state is State.PREFILLING]:
+            before = len(chunks)
+            prefilling = [s for s in self._running if s.state is State.PREFILLING]
+            for sequence in prefilling:
                 budget -= self._prefill(sequence, budget, chunks)
+            # nobody overtakes one that had to wait
+            served = len(chunks) - before == len(prefilling)
             admitted = 0
-            while admitted < plan.admit and budget > 0 and self._admit():
+            while served and admitted < plan.admit and budget > 0 and self._admit():
                 admitted += 1
-                budget -= self._prefill(self._running[-1], budget, chunks)
+                count = self._prefill(self._running[-1], budget, chunks)
+                budget, served = budget - count, count > 0
         return chunks
 
     def _admit(self) -> bool:
@@ -476,7 +502,7 @@ class Engine:
         sequence.baseline = sequence.decoded
         sequence.table, sequence.registered = table, len(table)
         sequence.context = len(table) * self.pool.page_size
-        if not sequence.started:
+        if sequence.fresh:
             sequence.cached_tokens = sequence.context
         self.stats.prefix_tokens_saved += sequence.context
         sequence.table += self.pool.allocate(wanted)
@@ -524,7 +550,7 @@ class Engine:
         sequence.table[sequence.registered : end] = found
         sequence.registered = end
         sequence.context = end * size
-        if not sequence.started:
+        if sequence.fresh:
             sequence.cached_tokens += len(found) * size
         self.stats.prefix_tokens_saved += len(found) * size
 
@@ -548,7 +574,11 @@ class Engine:
         prefill_tokens = len(batch.ids) - decode_rows
         began = self._clock()
         try:
-            sampled = self.runner.step(batch)
+            try:
+                sampled = self.runner.step(batch)
+            except OutOfDeviceMemory:
+                # once more: others use the device too, and what torch kept unused is given back
+                sampled = self.runner.step(batch)
         except OutOfDeviceMemory as error:
             self._undo(chunks)
             self._shrink(chunks, len(batch.ids), error)
@@ -660,11 +690,12 @@ class Engine:
         self._emit(sequence, reason, error)
 
     def _emit(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        completion = sequence.completion(reason, error)
         with self._lock:
-            del self._alive[sequence.request.custom_id]
-            self._cancelled.discard(sequence.request.custom_id)
+            del self._alive[completion.custom_id]
+            self._cancelled.discard(completion.custom_id)
         self.stats.finished[reason] += 1
-        self._finished.append(sequence.completion(reason, error or None))
+        self._finished.append(completion)
 
 
 def _with_seed(checkpoint: Checkpoint, seed: int) -> Checkpoint:

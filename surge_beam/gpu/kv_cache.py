@@ -175,11 +175,17 @@ class PagePool:
         return True
 
     def withdraw(self, pages: Sequence[int]) -> None:
-        """Takes back the registration of pages whose tokens did not come to be there."""
-        for page in reversed(pages):
-            shared = self._shared.pop(page, None)
-            if shared is not None:
-                del self._index[shared.digest]
+        """Takes back the registration of pages whose tokens did not come to be there, and of
+        those that continue them.
+        """
+        gone = {page for page in pages if page in self._shared}
+        while gone:
+            for page in gone:
+                del self._index[self._shared.pop(page).digest]
+                if page in self._retained:
+                    del self._retained[page]
+                    self._vacate(page)
+            gone = {page for page, shared in self._shared.items() if shared.parent in gone}
 
     def clear(self) -> None:
         """Forgets all retained pages."""

@@ -29,6 +29,7 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
+_LARGEST = int(np.iinfo(np.int32).max)
 _MOVES = {
     State.QUEUED: {State.PREFILLING, State.DONE, State.FAILED},
     State.PREFILLING: {State.ACTIVE, State.EVICTED, State.DONE, State.FAILED},
@@ -72,7 +73,8 @@ class Sequence:
     ) -> None:
         self.request: Request = checkpoint.request
         self.index, self.key, self.stop = index, key, stop
-        prompt = np.asarray(self.request.prompt_ids, np.int32)
+        # what an int32 cannot hold is outside of any vocabulary, and refused as such
+        prompt = np.array([min(max(i, -1), _LARGEST) for i in self.request.prompt_ids], np.int32)
         self.prompt_tokens = len(prompt)
         self._ids = np.empty(len(prompt) + min(limit, 64), np.int32)
         self._ids[: len(prompt)] = prompt
@@ -107,6 +109,11 @@ class Sequence:
     def output(self) -> list[int]:
         """Output token ids so far."""
         return [int(i) for i in self.ids[self.prompt_tokens :]]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this is its first prefill."""
+        return not self.started and not self.evictions
 
     def move(self, state: State) -> None:
         """Enters a state. Raises AssertionError if it cannot be entered from here."""

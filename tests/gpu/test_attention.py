@@ -335,3 +335,25 @@ def test_merging_empty_parts_is_no_nan():
     assert torch.equal(merge_parts(outputs, log_sums), torch.zeros(2, 4))
     outputs[:, 1], log_sums[:, 1] = 5.0, -60.0
     assert torch.equal(merge_parts(outputs, log_sums), torch.full((2, 4), 5.0))
+
+
+def test_a_pool_of_more_than_2_31_numbers():
+    """Its memory is never touched but for the pages in use; values are the keys."""
+    pages, page_size, dim = 2**31 // (64 * 64) + 8, 64, 64
+    pool = torch.empty(1, pages * page_size, dim, dtype=torch.float16)
+    step = make_step([(-1, 0, 70, 1), (-1, 0, 5, 6)], page_size=page_size, heads=2, kv_heads=1)
+    tables = [np.array([pages - 1, 3], np.int32), np.array([pages - 3], np.int32)]
+    generator = torch.Generator().manual_seed(0)
+    for table in tables:
+        for page in table:
+            start = int(page) * page_size
+            pool[:, start : start + page_size] = torch.randn(1, 64, dim, generator=generator)
+    fresh = {name: getattr(step, name).half() for name in ("query", "key")}
+    step = dataclasses.replace(
+        step, tables=tables, keys=pool, values=pool, value=fresh["key"], **fresh
+    )
+    plan = plan_attention(tables, step.context, step.counts, page_size)
+    expected = step.reference()
+    run = TorchAttention(plan, pool, heads=2, scale=step.scale)
+    out = run.run(pool, pool, step.query, step.key, step.value)
+    assert (out.double() - expected).abs().max() < 2e-3 * expected.abs().max()

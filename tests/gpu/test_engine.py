@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from surge_beam.gpu.dummy_runner import END, DummyRunner, next_token
 from surge_beam.gpu.engine import Engine
 from surge_beam.gpu.randomness import sequence_key
+from surge_beam.gpu.runner import OutOfDeviceMemory
 from surge_beam.policy.residency import ResidencyDecision, ResidencyView, decide
 from surge_beam.records import (
     Checkpoint,
@@ -147,7 +148,13 @@ def test_what_can_never_fit_ends_as_capacity_and_the_rest_goes_on():
 
 def test_requests_that_cannot_be_decoded_are_completions_with_a_reason():
     own = engine(max_context=20)
-    for name, ids in (("none", ()), ("negative", (-1,)), ("beyond", (256,)), ("long", (1,) * 20)):
+    for name, ids in (
+        ("none", ()),
+        ("negative", (-1,)),
+        ("beyond", (256,)),
+        ("huge", (1 << 70,)),
+        ("long", (1,) * 20),
+    ):
         own.submit(Request(custom_id=name, prompt_ids=ids))
     own.submit(Request(custom_id="fits", prompt_ids=(1,) * 19))
     done = {c.custom_id: c for c in own.completions()}
@@ -155,6 +162,7 @@ def test_requests_that_cannot_be_decoded_are_completions_with_a_reason():
         ("none", "no tokens"),
         ("negative", "vocabulary"),
         ("beyond", "vocabulary"),
+        ("huge", "vocabulary"),
         ("long", "20"),
     ):
         assert done[name].finish_reason == "error" and word in (done[name].error or "")
@@ -302,6 +310,52 @@ def test_after_a_step_that_raised_the_engine_goes_on():
             assert len(own.checkpoints()) == len(wanted) - len(done)
     assert raised == 12
     check(done, wanted)
+
+
+@pytest.mark.parametrize("budget, slots", [(16, 4), (64, 64)])
+def test_short_prompts_do_not_overtake_a_long_one_for_ever(budget, slots):
+    short = [
+        Request(custom_id=str(i), prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=2 + i % 7))
+        for i in range(400)
+    ]
+    long = Request(custom_id="long", prompt_ids=tuple(range(1, 200)))
+    own = engine(
+        pages=600, page_size=16, schedule="mb", max_sequences=slots, max_prefill_tokens=budget
+    )
+    order = [c.custom_id for c in own.stream([*short[:slots], long, *short[slots:]])]
+    assert order.index("long") < 250
+
+
+def test_one_step_without_memory_changes_nothing():
+    class Once(DummyRunner):
+        failed = False
+
+        def step(self, batch):
+            if not self.failed:
+                self.failed = True
+                raise OutOfDeviceMemory("somebody else has it")
+            return super().step(batch)
+
+    wanted = requests(5)
+    own = engine(runner=Once(200, 4))
+    check(own.generate(wanted), wanted)
+    assert own.stats.memory_ceiling is None
+
+
+def test_leaving_early_takes_ones_requests_along():
+    own = engine(max_sequences=2)
+    wanted = requests(20)
+    for _ in own.stream(wanted):
+        break
+
+    def broken():
+        yield wanted[3]
+        raise OSError("the source is gone")
+
+    with pytest.raises(OSError, match="source"):
+        own.generate(broken())
+    assert not own._alive and own.pool.used == 0
+    check(own.generate(wanted), wanted)
 
 
 def test_two_requests_of_one_name_are_refused():

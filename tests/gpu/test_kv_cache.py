@@ -109,6 +109,20 @@ def test_withdrawn_pages_are_not_found():
     assert pool.used == 0
 
 
+def test_pages_that_continue_withdrawn_ones_go_with_them():
+    pool = PagePool(8, SIZE)
+    ids = _ids(*range(12))
+    first, _ = _hold(pool, ids[:8])
+    second, _ = _hold(pool, ids)
+    pool.release(second)
+    pool.withdraw(first)
+    pool.check([first])
+    assert pool.available == 6
+    again, found = _hold(pool, ids)
+    assert found == 0
+    pool.check([first, again])
+
+
 @settings(max_examples=150)
 @given(data=st.data(), pages=st.integers(1, 12), share=st.booleans())
 def test_pages_are_conserved(data, pages, share):
