@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 _GGUF = ".gguf"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+# Of a configuration that somebody else wrote; no model is near the largest.
+_LARGEST_SIZE = 1 << 24
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
@@ -205,8 +218,17 @@ def _assemble(
 
 
 def _refuse(name: str, config: Any) -> None:
-    from surge_beam.gpu.models.decoder import unsupported, unsupported_error
+    from surge_beam.gpu.models.decoder import MODEL_TYPES, unsupported, unsupported_error
 
+    for field in _SIZES if config.model_type in MODEL_TYPES else ():
+        size = getattr(config, field, None)
+        if field == "head_dim" and size is None:
+            continue
+        if not isinstance(size, int) or not 0 < size <= _LARGEST_SIZE:
+            raise SurgeError(
+                f"{name}: {field} in its configuration must be an integer from 1 to "
+                f"{_LARGEST_SIZE}, not {size!r}"
+            )
     why = unsupported(config)
     if why:
         raise unsupported_error(name, config.model_type, why)
@@ -217,7 +239,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         said = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise SurgeError(f"{path.parent} is no model folder: it has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise SurgeError(f"{path} is no readable JSON: {error}") from error
     if not isinstance(said, dict):
         raise SurgeError(f"{path} holds no JSON object")

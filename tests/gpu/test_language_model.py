@@ -194,6 +194,29 @@ def test_a_config_that_makes_no_model(copy):
         load(copy)
 
 
+@pytest.mark.parametrize(
+    "field, size",
+    [
+        ("num_key_value_heads", 0),
+        ("head_dim", -8),
+        ("max_position_embeddings", -1),
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", 0),
+    ],
+)
+def test_a_size_that_no_model_has_is_named(field, size, copy):
+    change(copy / "config.json", **{field: size})
+    with pytest.raises(SurgeError, match=rf"{field}|config\.json"):
+        load(copy)
+
+
+def test_a_config_nested_without_end(copy):
+    (copy / "config.json").write_text("[" * 100_000)
+    with pytest.raises(SurgeError, match=r"config\.json"):
+        load(copy)
+
+
 def test_a_missing_model_says_what_to_do():
     with pytest.raises(SurgeError, match=r"no model 'nobody/nothing'.*give the path"):
         load("nobody/nothing")

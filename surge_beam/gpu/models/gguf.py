@@ -108,7 +108,10 @@ class GgufFile:
         head = f"{self.architecture}."
         said = {k[len(head) :]: v for k, v in self.metadata.items() if k.startswith(head)}
         fields = {name: said.pop(key) for key, name in _CONFIG.items() if key in said}
-        head_sizes = {said.pop(key) for key in _HEAD_SIZES if key in said}
+        sizes = [said.pop(key) for key in _HEAD_SIZES if key in said]
+        if not all(isinstance(size, int) for size in sizes):
+            raise self.broken("the size of its heads is no number")
+        head_sizes = set(sizes)
         unknown = [key for key, v in said.items() if isinstance(v, np.ndarray) or v not in _NOTHING]
         if unknown:
             raise self._unsupported(f"it sets {unknown[0]}")
