@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 import time
 
@@ -171,10 +172,11 @@ def main(argv: list[str] | None = None) -> int:
         kind, message = explain(error, parser().parse_known_args(argv)[0].output)
         if kind not in EXPECTED:
             logging.getLogger(__name__).error("the job failed", exc_info=error)
+        last = f"failed: {kind}: {message}"
         if argv is None:
-            # the process ends here, and threads that pass on a runner's log are still at it
-            logging.disable()
-        print(f"failed: {kind}: {message}", file=sys.stderr)
+            _last_word(last)
+        else:
+            print(last, file=sys.stderr)
         return 1
     if report is None:
         print("dry run: the job graph is sound; nothing was run or written")
@@ -198,6 +200,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{report['partitions_pruned']:,} stale partitions removed")
     print(f"{report['dead_letters']:,} dead letters")
     return 0
+
+
+def _last_word(line: str) -> None:
+    """The process's last line on stderr: a runner's threads may still be writing there."""
+    logging.disable()
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    text = line.encode("utf-8", "backslashreplace") + b"\n"
+    while text:
+        text = text[os.write(stderr, text) :]
 
 
 if __name__ == "__main__":
