@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from surge_beam.records import EncoderConfig, SurgeError
+from surge_beam.records import EncoderConfig, EngineConfig, SurgeError
 
 _CHUNK_NUMBERS = 1 << 16
 
@@ -17,6 +17,12 @@ _CHUNK_NUMBERS = 1 << 16
 def is_dummy(model: str) -> bool:
     """True if a model name asks for the stand-in."""
     return model == "dummy" or model.startswith("dummy:")
+
+
+def refuse_cuda(config: EncoderConfig | EngineConfig) -> None:
+    """Raises SurgeError if a stand-in is asked to run on CUDA."""
+    if config.device == "cuda" or config.require_accelerator:
+        raise SurgeError(f"{config.model} has no CUDA device, and this step asks for one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +56,7 @@ class DummyEncoder:
     def __init__(self, config: EncoderConfig) -> None:
         from surge_beam.gpu.encoder import model_identity
 
-        if config.device == "cuda" or config.require_accelerator:
-            raise SurgeError(f"{config.model} has no CUDA device, and this step asks for one")
+        refuse_cuda(config)
         head, *options = config.model.split(":")[1:] or [""]
         known = {"tau": 0.0, "c": 0.0, "oom": 0.0}
         self._texts: dict[str, str] = {"poison": "", "nan": ""}

@@ -17,6 +17,7 @@ from surge_beam.records import TokenLogprob
 
 VOCABULARY = 256
 END = 0
+TOKEN_BYTES = 4  # its pool holds int32 token ids
 _EMPTY = -1
 
 
@@ -42,7 +43,7 @@ class DummyRunner:
         copy_fails: Callable[[], bool] = lambda: False,
     ) -> None:
         self.pages, self.page_size, self.context_length = pages, page_size, context_length
-        self.page_bytes = 4 * page_size
+        self.page_bytes = TOKEN_BYTES * page_size
         self.kv_tokens_read = self.kv_tokens_unshared = 0
         self._memory, self._copy_fails = memory, copy_fails
         self._pool = np.full(pages * page_size, _EMPTY, np.int32)

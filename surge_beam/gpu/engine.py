@@ -315,11 +315,12 @@ class Engine:
                 f"{self.context_length}"
             )
         if self.pool.pages_for(sequence.length) > self.pool.pages:
-            room = self.pool.pages * self.pool.page_size
-            return "capacity", (
-                f"{sequence.length} tokens do not fit the KV pool of {room}; give it more kv_bytes"
-            )
+            return "capacity", self._too_long(sequence)
         return None
+
+    def _too_long(self, sequence: Sequence) -> str:
+        room = self.pool.pages * self.pool.page_size
+        return f"{sequence.length} tokens do not fit the KV pool of {room}; give it more kv_bytes"
 
     def _view(self) -> PhaseView:
         decoding = sum(s.state is State.ACTIVE for s in self._running)
@@ -336,10 +337,7 @@ class Engine:
 
     def _settle(self) -> None:
         """Asks for the boundary decision until nobody lacks a page, and carries it out."""
-        size = self.pool.page_size
-        while self._parked or any(
-            s.state is State.ACTIVE and s.context == len(s.table) * size for s in self._running
-        ):
+        while self._parked or any(self._lacks_page(s) for s in self._running):
             decision = self._decide(self._snapshot())
             by_index = {s.index: s for s in (*self._running, *self._parked)}
             for index in decision.park:
@@ -347,28 +345,31 @@ class Engine:
             for index in decision.evict:
                 self._evict(by_index[index])
             for index in decision.exhausted:
-                held = by_index[index].length
+                room, held = self.pool.pages * self.pool.page_size, by_index[index].length
                 self._end(
                     by_index[index],
                     "capacity",
-                    f"the KV pool of {self.pool.pages * size} tokens is full at {held} tokens",
+                    f"the KV pool of {room} tokens is full at {held} tokens",
                 )
             for index in decision.grow:
-                if by_index[index].state is State.ACTIVE:
-                    by_index[index].table += self.pool.allocate(1)
+                by_index[index].table += self.pool.allocate(1)
             for index in decision.resume:
                 self._resume(by_index[index])
             if not (decision.park or decision.evict or decision.exhausted):
                 return
 
+    def _lacks_page(self, sequence: Sequence) -> bool:
+        """Whether its next token has no slot; one that prefills has all its pages."""
+        room = len(sequence.table) * self.pool.page_size
+        return sequence.state is State.ACTIVE and sequence.context == room
+
     def _snapshot(self) -> ResidencyView:
-        size = self.pool.page_size
         running = tuple(
             SequenceView(
                 index=s.index,
                 priority=s.request.priority,
                 decoded=s.decoded,
-                needs=int(s.state is State.ACTIVE and s.context == len(s.table) * size),
+                needs=int(self._lacks_page(s)),
                 frees=int((self.pool.references[s.table] == 1).sum()),
                 host_pages=len(s.table),
                 parkable=s.state is State.ACTIVE,
@@ -395,9 +396,6 @@ class Engine:
         )
 
     def _park(self, sequence: Sequence) -> None:
-        if sequence.state is not State.ACTIVE:
-            self._evict(sequence)
-            return
         pages = self.pool.pages_for(sequence.context)
         try:
             copy = self.runner.save(sequence.table[:pages])
@@ -477,9 +475,7 @@ class Engine:
 
     def _admit(self) -> bool:
         """Brings in the first that waits, if there is room for it."""
-        if self._parked or len(self._running) >= self._slots:
-            return False
-        if not self._waiting:
+        if self._parked or not self._waiting or len(self._running) >= self._slots:
             return False
         sequence = self._waiting[0][1]
         digests = self._sharable_digests(sequence)
@@ -490,12 +486,7 @@ class Engine:
             self.pool.release(table)
             if not self._running:
                 heapq.heappop(self._waiting)
-                self._end(
-                    sequence,
-                    "capacity",
-                    f"{sequence.length} tokens do not fit the KV pool of "
-                    f"{self.pool.pages * self.pool.page_size}; give it more kv_bytes",
-                )
+                self._end(sequence, "capacity", self._too_long(sequence))
             return False
         heapq.heappop(self._waiting)
         sequence.move(State.PREFILLING)
@@ -595,9 +586,9 @@ class Engine:
         stats.decode_tokens += decode_rows
         stats.prefill_tokens += prefill_tokens
         stats.sampled_tokens += len(sampled_chunks)
-        layer_bytes = self.runner.page_bytes // self.runner.page_size
-        stats.kv_bytes_read = self.runner.kv_tokens_read * layer_bytes
-        stats.kv_bytes_unshared = self.runner.kv_tokens_unshared * layer_bytes
+        token_bytes = self.runner.page_bytes // self.runner.page_size
+        stats.kv_bytes_read = self.runner.kv_tokens_read * token_bytes
+        stats.kv_bytes_unshared = self.runner.kv_tokens_unshared * token_bytes
         stats.peak_pages = max(stats.peak_pages, self.pool.used)
         for chunk in chunks:
             sequence = chunk.sequence
@@ -674,7 +665,7 @@ class Engine:
             self._step_tokens = max(self.pool.page_size, min(self._step_tokens, tokens) // 2)
         else:
             self._slots = max(1, min(self._slots, len(chunks)) // 2)
-            for sequence in sorted(decoding, key=_least_loss)[: len(decoding) - self._slots]:
+            for sequence in sorted(decoding, key=_loss)[: len(decoding) - self._slots]:
                 self._evict(sequence)
         self.stats.memory_ceiling = min(self._step_tokens, tokens - 1)
 
@@ -710,5 +701,5 @@ def _sample_row(sequence: Sequence) -> SampleRow:
     return SampleRow(params, sequence.key, sequence.decoded, history)
 
 
-def _least_loss(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.request.priority, sequence.decoded, -sequence.index
+def _loss(sequence: Sequence) -> tuple[int, int, int]:
+    return residency.loss(sequence.request.priority, sequence.decoded, sequence.index)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from surge_beam.gpu.dummy import is_dummy
-from surge_beam.gpu.dummy_runner import DummyRunner
+from surge_beam.gpu.dummy import is_dummy, refuse_cuda
+from surge_beam.gpu.dummy_runner import TOKEN_BYTES, DummyRunner
 from surge_beam.gpu.runner import Runner
 from surge_beam.gpu.threads import wait_passively
 from surge_beam.policy.phases import PhaseController, make_controller
@@ -23,10 +23,8 @@ def load_runner(config: EngineConfig) -> Runner:
       SurgeError: if the model or the device is not there, or the pool would hold no page.
     """
     if is_dummy(config.model):
-        if config.device == "cuda" or config.require_accelerator:
-            raise SurgeError(f"{config.model} has no CUDA device, and this step asks for one")
-        bytes_a_page = 4 * config.page_size
-        pages = (config.kv_bytes or _DUMMY_BYTES) // bytes_a_page
+        refuse_cuda(config)
+        pages = (config.kv_bytes or _DUMMY_BYTES) // (TOKEN_BYTES * config.page_size)
         return DummyRunner(pages, config.page_size)
     wait_passively()
     from surge_beam.gpu.model_runner import load_model_runner
@@ -50,7 +48,7 @@ def load_controller(config: EngineConfig, runner: Runner) -> PhaseController:
 
 
 def step_costs(profile: str | None) -> StepCosts:
-    """Step times of a profile that ``calibrate`` wrote; cautious ones without.
+    """Step times of a profile that ``step_times`` wrote; cautious ones without.
 
     Raises:
       SurgeError: if it cannot be read.

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,13 +78,7 @@ class StepProfile:
 def profile_step(timer: StepTimer, batch: StepBatch) -> StepProfile:
     """Runs a step ``timer.repeats`` times under the profiler and without it; medians."""
     runner = timer.runner
-    runner.step(batch)
-    totals = []
-    for _ in range(timer.repeats):
-        began = timer.clock()
-        runner.step(batch)
-        totals.append(timer.clock() - began)
-    total = statistics.median(totals)
+    total = timer.median(lambda: runner.step(batch))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         began = timer.clock()
         for _ in range(timer.repeats):
@@ -159,22 +152,12 @@ def _floor(runner: ModelRunner, batch: StepBatch, timer: StepTimer) -> dict[str,
     target = torch.empty_like(source)
 
     # a copy reads and writes: half of its time is the reading
-    copying = _median(lambda: target.copy_(source), timer) / 2
+    copying = timer.median(lambda: target.copy_(source)) / 2
     return {
-        "linear": 1e3 * _median(layers, timer),
-        "head": 1e3 * _median(head, timer),
+        "linear": 1e3 * timer.median(layers),
+        "head": 1e3 * timer.median(head),
         "kv at copying speed": 1e3 * copying,
     }
-
-
-def _median(call: Callable[[], object], timer: StepTimer) -> float:
-    call()
-    times = []
-    for _ in range(timer.repeats):
-        began = timer.clock()
-        call()
-        times.append(timer.clock() - began)
-    return statistics.median(times)
 
 
 def engine_overhead(runner: ModelRunner, rows: int, context: int, steps: int) -> float:

@@ -69,13 +69,17 @@ class StepTimer:
         )
 
     def seconds(self, decode_rows: int, context: int, prefill_tokens: int) -> float:
-        """Median seconds of such a step, after one that warms up."""
+        """Median seconds of such a step."""
         batch = self.batch(decode_rows, context, prefill_tokens)
-        self.runner.step(batch)
+        return self.median(lambda: self.runner.step(batch))
+
+    def median(self, call: Callable[[], object]) -> float:
+        """Median seconds of a call, after one that warms up."""
+        call()
         times = []
         for _ in range(self.repeats):
             began = self.clock()
-            self.runner.step(batch)
+            call()
             times.append(self.clock() - began)
         return statistics.median(times)
 

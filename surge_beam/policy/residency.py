@@ -81,7 +81,7 @@ def decide(view: ResidencyView) -> ResidencyDecision:
     parked come back most decoded first, when a page is left for each that runs, or when nothing
     runs; none comes back that would have to make room again at once.
     """
-    staying = sorted(view.running, key=_least_loss)
+    staying = sorted(view.running, key=_loss)
     needed = sum(s.needs for s in staying)
     free, host = view.free, view.host_free
     park: list[int] = []
@@ -106,7 +106,7 @@ def decide(view: ResidencyView) -> ResidencyDecision:
     if not park and not evict:
         free -= needed
         running, slots = len(staying), view.slots_free
-        for parked in sorted(view.parked, key=_least_loss, reverse=True):
+        for parked in sorted(view.parked, key=_loss, reverse=True):
             if slots < 1:
                 break
             reserve = running + 1 if running else 0
@@ -126,5 +126,12 @@ def decide(view: ResidencyView) -> ResidencyDecision:
     )
 
 
-def _least_loss(sequence: SequenceView) -> tuple[int, int, int]:
-    return sequence.priority, sequence.decoded, -sequence.index
+def loss(priority: int, decoded: int, index: int) -> tuple[int, int, int]:
+    """What letting a sequence go loses, by priority, tokens decoded and order of arrival; the
+    least goes first.
+    """
+    return priority, decoded, -index
+
+
+def _loss(sequence: SequenceView) -> tuple[int, int, int]:
+    return loss(sequence.priority, sequence.decoded, sequence.index)

@@ -240,15 +240,8 @@ class Planner:
         wanted = np.array([bytes.fromhex(x) for x in fingerprints], "S16")
         done[present] = committed.table["fingerprint"][at[present]] == wanted
         self._summarise(at, present, done)
-        whole, rest = [], []
         cut = self._superbatches(limits)
-        for batch in cut if done.any() or committed.parts else ():
-            left = [p for p in batch if not self._is_done(p, done)]
-            if len(left) == len(batch):
-                whole.append(left)
-            else:
-                rest.extend(left)
-        whole = [*whole, *self._recut(rest, limits)] if done.any() or committed.parts else cut
+        whole = self._left(cut, done, limits) if done.any() or committed.parts else cut
         self.summary.superbatches = len(whole)
         self.summary.rows_planned = sum(p.rows for batch in whole for p in batch)
         replaced = present | committed.unfinished
@@ -257,6 +250,17 @@ class Planner:
         split = {p.partition: p.parts for p, *_ in cut if p.parts > 1 and not done[p.partition]}
         for partition, parts in split.items():
             yield SplitPartition(folders[partition], self._runs.fingerprint(partition), parts)
+
+    def _left(self, cut: list[list[Piece]], done: np.ndarray, limits: Limits) -> list[list[Piece]]:
+        """SuperBatches of which nothing is committed; what is left of the others is cut anew."""
+        whole, rest = [], []
+        for batch in cut:
+            left = [p for p in batch if not self._is_done(p, done)]
+            if len(left) == len(batch):
+                whole.append(left)
+            else:
+                rest.extend(left)
+        return [*whole, *self._recut(rest, limits)]
 
     def _superbatches(self, limits: Limits) -> list[list[Piece]]:
         if limits not in self._cut:
