@@ -41,7 +41,7 @@ def job(
         options = {"input": path, "output": f"{folder}/out", "partition_by": ",".join(keys)}
         options |= {"model": model, "device": "cpu"}
         argv = [*(f"--{k}={v}" for k, v in options.items()), *flags]
-        worker = load_worker(embed_corpus.config_of(embed_corpus.parser().parse_args(argv), ""))
+        worker = load_worker(embed_corpus.config_of(embed_corpus.parser().parse_args(argv)))
         worker.encode(worker.prepare(pa.array(WARM_UP)))
         base = psutil.Process().memory_info().rss
         began = time.perf_counter()

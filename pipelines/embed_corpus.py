@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import logging
-import os
 import sys
-import time
-
-import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions, TestOptions
 
 from surge_beam.gpu.encoder import model_identity
-from surge_beam.records import EncoderConfig, RefusedError
-from surge_beam.transforms.embed_files import PLAN, EmbedConfig, EmbedFiles
-from surge_beam.transforms.files import Store
-from surge_beam.transforms.guard import shared_guard
-from surge_beam.transforms.job import (
-    EXPECTED,
-    check_paths,
-    exclusive,
-    explain,
-    finish,
-    hand_memory_back,
-    named,
+from surge_beam.records import EncoderConfig
+from surge_beam.transforms.embed_files import EmbedConfig, EmbedFiles
+from surge_beam.transforms.job import named
+from surge_beam.transforms.launch import (
+    Report,
+    add_job_options,
+    auto,
+    command,
+    positive,
+    run_job,
 )
-from surge_beam.transforms.progress import Progress
 from surge_beam.transforms.read import ReadConfig
-from surge_beam.transforms.report import build_report, write_report
-from surge_beam.transforms.report_html import try_write_html
+from surge_beam.transforms.report import embed_summary
 from surge_beam.transforms.write import WriteConfig
-
-LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner")
 
 
 def parser() -> argparse.ArgumentParser:
-    names = lambda text: tuple(x for x in text.split(",") if x)  # noqa: E731
-    auto = lambda text: None if text == "auto" else positive(text)  # noqa: E731
     p = argparse.ArgumentParser(
         prog="embed_corpus.py",
         description="Embeds every partition of a corpus. Any Apache Beam option may follow.",
     )
-    p.add_argument("--input", required=True, help="file, folder or glob, on any fsspec file system")
-    p.add_argument("--output", required=True, help="output folder")
+    add_job_options(p)
     p.add_argument("--text_column", default="text", help="the column to embed")
-    p.add_argument("--partition_by", type=names, default=(), help="key columns: a,b")
-    p.add_argument("--keep_columns", type=names, help="columns to keep; default all")
     p.add_argument("--model", default="all-MiniLM-L6-v2", help="model name or folder")
-    p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     p.add_argument("--prompt", help="text put before every row")
     p.add_argument("--truncate_dim", type=positive, help="keep the first N dimensions")
     p.add_argument("--output_dtype", default="float32", choices=("float32", "float16"))
@@ -59,25 +39,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max_padded_tokens", type=auto, help="tokens in a forward pass: auto or N")
     p.add_argument("--dedupe", default=True, action=argparse.BooleanOptionalAction)
     p.add_argument("--no_dedupe", dest="dedupe", action="store_false", help=argparse.SUPPRESS)
-    p.add_argument("--on_bad_input", default="dead_letter", choices=("dead_letter", "fail"))
-    p.add_argument("--overwrite", action="store_true", help="start anew on an existing output")
-    p.add_argument("--prune", action="store_true", help="remove the output of inputs that are gone")
-    p.add_argument("--accelerator", default=EmbedConfig.accelerator, help="Beam resource hint")
     return p
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def config_of(args: argparse.Namespace, run: str) -> EmbedConfig:
+def config_of(args: argparse.Namespace) -> EmbedConfig:
     return EmbedConfig(
         input=args.input,
         output=args.output,
-        run=run,
+        run="",
         read=ReadConfig(
             text_column=args.text_column,
             partition_by=args.partition_by,
@@ -120,98 +89,33 @@ def settings_of(config: EmbedConfig) -> dict:
     }
 
 
-def run(argv: list[str] | None = None) -> dict | None:
-    """Runs the job and returns its report, None of a dry run.
-
-    Raises:
-      RefusedError: the run may not start; nothing is written.
-      SurgeError: the job failed; the message is for a person.
-    """
+def run(argv: list[str] | None = None) -> Report | None:
+    """Runs the job and returns its report, None of a dry run; see ``run_job``."""
     args, beam_args = parser().parse_known_args(argv)
-    config = config_of(args, "")
-    check_paths(config.input, config.output)
-    options = PipelineOptions(["--runner=FnApiRunner", *beam_args])
-    if options.view_as(TestOptions).dry_run:
-        _ = (pipeline := beam.Pipeline(options=options)) | "Embed" >> EmbedFiles(config)
-        pipeline.run()
-        return None
-    store = Store(config.output)
-    began = time.time()
-    hand_memory_back()
-    if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
-        # it starts while the pipeline is built
-        shared_guard().start()
-    with exclusive(store, settings_of(config), overwrite=args.overwrite) as name:
-        config = dataclasses.replace(config, run=name)
-        pipeline = beam.Pipeline(options=options)
-        _ = pipeline | "Embed" >> EmbedFiles(config)
-        with Progress(store, config.run, PLAN):
-            pipeline.run().wait_until_finish()
-        report = build_report(store, config.run, PLAN, began, time.time())
-        write_report(store, report)
-        try_write_html(store, report)
-        finish(store, config.run)
-    return report
+    return run_job(
+        config_of(args),
+        EmbedFiles,
+        settings=settings_of,
+        summarise=embed_summary,
+        beam_args=beam_args,
+        overwrite=args.overwrite,
+    )
 
 
-def main(argv: list[str] | None = None) -> int:
-    logging.basicConfig(level=logging.WARNING)
-    # a runner logs the traceback of what ends the job, which is said in one line below
-    logging.getLogger("apache_beam.runners").setLevel(logging.CRITICAL)
-    # says at exit that it stops Prism, which would be the last word
-    logging.getLogger("apache_beam.utils.subprocess_server").setLevel(logging.ERROR)
-    try:
-        report = run(argv)
-    except RefusedError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; run again to go on", file=sys.stderr)
-        return 130
-    except Exception as error:
-        kind, message = explain(error, parser().parse_known_args(argv)[0].output)
-        if kind not in EXPECTED:
-            logging.getLogger(__name__).error("the job failed", exc_info=error)
-        last = f"failed: {kind}: {message}"
-        if argv is None:
-            _last_word(last)
-        else:
-            print(last, file=sys.stderr)
-        return 1
-    if report is None:
-        print("dry run: the job graph is sound; nothing was run or written")
-        return 0
-    print(
+def say(report: Report) -> str:
+    line = (
         f"{report['partitions_encoded']:,} partitions encoded,"
         f" {report['partitions_skipped']:,} skipped, {report['partitions_failed']:,} failed;"
         f" {report['rows_encoded']:,} rows in {report['seconds']:,.1f} s"
     )
     if not report["superbatches"] and not report["partitions_encoded"]:
         failed = " that can be read" if report["partitions_failed"] else ""
-        print(f"nothing to do: every partition{failed} is up to date")
-    if report["files_passed_over"]:
-        print(f"{report['files_passed_over']:,} files passed over: not data by their names")
-    if report["partitions_stale"]:
-        print(
-            f"{report['partitions_stale']:,} stale partitions kept: their input is gone;"
-            " --prune removes them"
-        )
-    if report["partitions_pruned"]:
-        print(f"{report['partitions_pruned']:,} stale partitions removed")
-    print(f"{report['dead_letters']:,} dead letters")
-    return 0
+        line += f"\nnothing to do: every partition{failed} is up to date"
+    return line
 
 
-def _last_word(line: str) -> None:
-    """The process's last line on stderr: a runner's threads may still be writing there."""
-    logging.disable()
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    text = line.encode("utf-8", "backslashreplace") + b"\n"
-    while text:
-        text = text[os.write(stderr, text) :]
+def main(argv: list[str] | None = None) -> int:
+    return command(run, say, parser, argv)
 
 
 if __name__ == "__main__":

@@ -402,6 +402,7 @@ class EngineConfig:
     Attributes:
       model: a Hugging Face folder, a name of a bundled model, or ``dummy`` for a stand-in
         without torch.
+      engine: ``native``, or ``vllm``, which also runs families that the native one lacks.
       dtype: ``auto`` (float32 on CPU, bfloat16 on CUDA), ``float32``, ``bfloat16``, ``float16``.
       device: ``auto``, ``cpu`` or ``cuda``.
       require_accelerator: fail at start where the device is not CUDA.
@@ -413,12 +414,18 @@ class EngineConfig:
       max_context: most tokens of prompt and completion; None takes the model's own.
       schedule: ``eb``, ``mb`` or ``eb+``.
       share_prefixes: keep and share the KV of equal prefixes.
+      admission: who gets a free slot, among equal priorities. ``prefix``: whoever shares most with
+        the batch, which is always filled; ``learned`` and ``cost`` stop before one whose foreign
+        prefix slows the batch down, as learnt from its steps or computed from the profile (without
+        one ``cost`` never stops); ``fcfs``: first come, first served, as all of them are without
+        ``share_prefixes``.
       profile: JSON file of step-time models that ``calibrate`` wrote; None measures none and
         takes the cautious defaults.
       seed: of rows without their own.
     """
 
     model: str = "SmolLM2-135M-Instruct"
+    engine: str = "native"
     dtype: str = "auto"
     device: str = "auto"
     require_accelerator: bool = False
@@ -430,12 +437,19 @@ class EngineConfig:
     max_context: int | None = None
     schedule: str = "eb+"
     share_prefixes: bool = True
+    admission: str = "prefix"
     profile: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.engine not in ("native", "vllm"):
+            raise SurgeError(f"engine must be native or vllm, not {self.engine!r}")
         if self.schedule not in ("eb", "mb", "eb+"):
             raise SurgeError(f"schedule must be eb, mb or eb+, not {self.schedule!r}")
+        if self.admission not in ("prefix", "learned", "cost", "fcfs"):
+            raise SurgeError(
+                f"admission must be prefix, learned, cost or fcfs, not {self.admission!r}"
+            )
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise SurgeError(f"page_size must be a power of two, not {self.page_size}")
         for name in ("max_sequences", "max_prefill_tokens", "kv_bytes", "max_context"):

@@ -149,16 +149,35 @@ def model_identity(config: EncoderConfig) -> str:
         what: Any = [config.model, config.prompt, config.truncate_dim]
     else:
         path = model_folder(config.model)
-        files = [
-            (file.relative_to(path).as_posix(), _file_digest(str(file), *_stamp(file)))
-            for file in sorted(path.rglob("*"))
-            if file.is_file()
-            and file.suffix in _IDENTITY_SUFFIXES
-            and file.name not in _IDENTITY_SKIPS
-            and not _IGNORED_DIRECTORIES.intersection(file.relative_to(path).parts)
-        ]
-        what = [files, _prompt(config, read_folder(path)), config.truncate_dim]
+        what = [_files(path), _prompt(config, read_folder(path)), config.truncate_dim]
     return xxhash.xxh3_128_hexdigest(json.dumps([_IDENTITY_VERSION, what]).encode())
+
+
+def files_identity(name: str) -> str:
+    """Hex digest of a model's weights, tokenizer and settings: a folder's files, or one file.
+
+    Raises:
+      SurgeError: if the model is not there.
+    """
+    if is_dummy(name):
+        what: Any = name
+    elif Path(name).is_file():
+        what = _file_digest(name, *_stamp(Path(name)))
+    else:
+        what = _files(model_folder(name))
+    return xxhash.xxh3_128_hexdigest(json.dumps([_IDENTITY_VERSION, what]).encode())
+
+
+def _files(folder: Path) -> list[tuple[str, str]]:
+    """Name and digest of the files that decide what a model computes."""
+    return [
+        (file.relative_to(folder).as_posix(), _file_digest(str(file), *_stamp(file)))
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+        and file.suffix in (*_IDENTITY_SUFFIXES, ".gguf")
+        and file.name not in _IDENTITY_SKIPS
+        and not _IGNORED_DIRECTORIES.intersection(file.relative_to(folder).parts)
+    ]
 
 
 def _prompt(config: EncoderConfig, folder: ModelFolder) -> str:

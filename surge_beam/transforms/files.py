@@ -8,7 +8,7 @@ import os
 import posixpath
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import xxhash
@@ -278,6 +278,24 @@ class Store:
                 os.unlink(temporary)
             error.filename = error.filename or self.path(name)
             raise
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """A file of any size under ``name``, there whole once the block ends without an error."""
+        if not self.local:
+            with self.fs.transaction, self.fs.open(self.path(name), "wb") as file:
+                yield file
+            return
+        temporary = self.temporary()
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            self.rename(temporary, name)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
 
     def temporary(self) -> str:
         """A fresh local path below the output for a file in the making."""

@@ -26,6 +26,7 @@ from surge_beam.transforms.files import (
     has_magic,
     is_local,
 )
+from surge_beam.transforms.journal import FOLDER as COMPLETIONS
 from surge_beam.transforms.read import STAGING
 from surge_beam.transforms.write import PENDING, read_json
 
@@ -168,7 +169,7 @@ def clear(store: Store) -> None:
 def finish(store: Store, run: str) -> None:
     """Removes what only a run under way needs, and notes that it ended well."""
     manifest.drop_parts(store, run)
-    for name in (STAGING, PENDING, Store.TEMPORARY):
+    for name in (STAGING, PENDING, COMPLETIONS, Store.TEMPORARY):
         store.remove_tree(name)
     manifest.end(store, run)
     store.remove_tree(Store.TEMPORARY)

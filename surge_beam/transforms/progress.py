@@ -58,7 +58,7 @@ class Progress:
                 continue
             header = json.loads(self._store.get(f"{FOLDER}/{name}").split(b"\n", 1)[0])
             self._seen.add(name)
-            done = ("rows", "dead_letters", "unreadable")
+            done = ("rows", "rows_reused", "dead_letters", "unreadable")
             self._rows += sum(header.get(name, 0) for name in done)
             self._letters += header.get("dead_letters", 0)
             self._partitions += header.get("partitions", 0)

@@ -45,6 +45,7 @@ ROW_COLUMN = "__surge_row"
 FILE_COLUMN = "__surge_file"
 STAGING = "_surge/staging"
 SCANS = "_surge/scans"
+BLOCKS = "_surge/blocks"
 FILE_LETTERS = "_surge/dead_letters/files"
 UNREADABLE = "UnreadableRowGroup"
 MAX_RUNS_PER_ELEMENT = 50_000
@@ -58,18 +59,30 @@ class ReadConfig:
     """What to read from each file.
 
     Attributes:
-      text_column: the column to embed.
+      text_column: a column that must hold text, if there is one.
+      required_columns: further columns to read, which every file must have.
+      optional_columns: further columns to read where a file has them.
+      lines: a file is lines of text, of which each is a row with one binary column ``line``.
       partition_by: key columns; empty means hive folders, else one partition a file.
       keep_columns: columns to carry to the output; None means all.
       added_columns: names the output adds, which no input column may have.
       fail_on_bad_input: raise BadInputError instead of writing a dead letter.
     """
 
-    text_column: str = "text"
+    text_column: str | None = "text"
+    required_columns: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
+    lines: bool = False
     partition_by: tuple[str, ...] = ()
     keep_columns: tuple[str, ...] | None = None
     added_columns: tuple[str, ...] = ("embedding",)
     fail_on_bad_input: bool = False
+
+    @property
+    def needed_columns(self) -> tuple[str, ...]:
+        """Columns that every file must have besides those that are kept, each once."""
+        text = () if self.text_column is None else (self.text_column,)
+        return tuple(dict.fromkeys((*text, *self.required_columns)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +143,12 @@ class Scanner:
         self.config = config
         self.store = store
         self._scan_key = digest(
-            config.text_column, config.partition_by, config.keep_columns, config.added_columns
+            config.text_column,
+            config.required_columns,
+            config.lines,
+            config.partition_by,
+            config.keep_columns,
+            config.added_columns,
         )
 
     def scan(self, file: InputFile) -> Iterator[bytes]:
@@ -175,12 +193,15 @@ class Scanner:
         url, bad = source.url, 0
         if not url.isascii() and url.encode("utf-8", "replace").decode() != url:
             raise SurgeError("its name is not UTF-8, so that readers cannot open it; rename it")
+        if self.config.lines and source.format == "parquet":
+            raise SurgeError("batch lines are lines of JSON, not Parquet; name a prompt column")
         if source.staged:
             url, bad, missing = stage(self.store, source, self.config)
             if missing:
                 raise SurgeError(f"no row has a column {missing[0]!r}")
         keep = self.config.keep_columns
-        columns = None if keep is None else [*keep, self.config.text_column]
+        needed = (*self.config.needed_columns, *self.config.optional_columns)
+        columns = None if keep is None else [*keep, *needed]
         about = first_contact("describe_parquet", url, columns=columns)
         schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
         hive = hive_values(source.name)
@@ -194,7 +215,10 @@ class Scanner:
         if self.config.partition_by:
             yield from self._key_runs(source, url, schema, hive, group_rows, group_bytes, bad)
             return
-        if hive:
+        if self.config.lines:
+            path, values = file_folder(source.name)
+            folder = (f"{BLOCKS}/{path}", values)
+        elif hive:
             folder = key_folder(list(hive), [("string", v) for v in hive.values()])
         else:
             folder = file_folder(source.name)
@@ -298,10 +322,10 @@ def stage(store: Store, source: SourceFile, config: ReadConfig) -> tuple[str, in
         "stage_text",
         source.url,
         destination=url,
-        format=source.format,
+        format="lines" if config.lines else source.format,
         compression=source.compression,
         text_column=config.text_column,
-        key_columns=config.partition_by,
+        key_columns=(*config.partition_by, *config.required_columns),
     )
     bad = int(result["bad_rows"])
     if bad:
@@ -322,10 +346,9 @@ def stage(store: Store, source: SourceFile, config: ReadConfig) -> tuple[str, in
 def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadConfig) -> None:
     """Raises SurgeError where a file lacks a column that the job needs, or has it twice."""
     names = schema.names
-    if config.text_column not in names:
-        raise SurgeError(
-            f"no column {config.text_column!r}; the file has {', '.join(map(repr, names[:20]))}"
-        )
+    for name in config.needed_columns:
+        if name not in names:
+            raise SurgeError(f"no column {name!r}; the file has {', '.join(map(repr, names[:20]))}")
     for name in config.partition_by:
         if name not in names and name not in hive:
             raise SurgeError(f"no key column {name!r} in the file or its folder names")
@@ -340,6 +363,8 @@ def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadCon
             raise SurgeError(f"column {name!r} is the output's own; leave it out with keep_columns")
         if name in hive or name in config.partition_by:
             raise SurgeError(f"key column {name!r} has the name of a column of the output")
+    if config.text_column is None:
+        return
     kind = schema.field(config.text_column).type
     if not is_text(kind) and not pa.types.is_null(kind):
         raise SurgeError(f"column {config.text_column!r} holds {kind}, not text")
@@ -621,8 +646,8 @@ class SuperBatchReader:
         keys = set(config.partition_by or hive)
         ours = (ROW_COLUMN, FILE_COLUMN)
         wanted = [n for n in keep if n in schema.names and n not in keys and n not in ours]
-        if config.text_column not in wanted:
-            wanted.append(config.text_column)
+        more = (*config.needed_columns, *config.optional_columns)
+        wanted += [n for n in dict.fromkeys(more) if n in schema.names and n not in wanted]
         return wanted + [n for n in ours if n in schema.names]
 
     def _assemble(
@@ -630,7 +655,8 @@ class SuperBatchReader:
     ) -> tuple[pa.Table, np.ndarray]:
         # pieces come in input order: files by name, which is the order of the plan's list
         if not pieces:
-            empty = pa.table({self._config.text_column: pa.array([], pa.string())})
+            needed = self._config.needed_columns
+            empty = pa.table({name: pa.array([], pa.string()) for name in needed})
             return empty, np.zeros((0, 2), np.int64)
         table = join_tables([t for t, _ in pieces])
         return table, np.concatenate([origin for _, origin in pieces])
@@ -691,6 +717,38 @@ def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
         values = (_plain(column, row) for row in range(len(column)))
         texts = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
         return pa.chunked_array([pa.array(texts, pa.string())])
+
+
+def row_letter(
+    config: ReadConfig,
+    plan: SuperBatchPlan,
+    read: ReadSegment,
+    row: int,
+    stage: str,
+    error: str,
+    message: str,
+    attempts: int = 1,
+) -> DeadLetter:
+    """The dead letter of a row of a segment.
+
+    Raises:
+      BadInputError: in its place, under ``fail_on_bad_input``.
+    """
+    file, number = read.origin[row].tolist()
+    source = plan.files[file]
+    if config.fail_on_bad_input:
+        where = "line" if source.format != "parquet" else "row"
+        raise BadInputError(f"{source.url}, {where} {number}: {message}")
+    return DeadLetter(
+        stage=stage,
+        error=error,
+        message=message,
+        file=source.url,
+        row=number,
+        partition=read.segment.folder,
+        record=record_json(read.table, row, read.segment),
+        attempts=attempts,
+    )
 
 
 def record_json(table: pa.Table, row: int, segment: Segment | None = None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -11,31 +13,39 @@ from surge_beam.policy.costs import CostModel, fit
 from surge_beam.records import SurgeError
 from surge_beam.transforms import manifest
 from surge_beam.transforms.files import Store
+from surge_beam.transforms.plan_files import PLAN
 from surge_beam.transforms.read import FILE_LETTERS
 from surge_beam.transforms.write import read_json
 
 REPORT = "_surge/report.json"
 
 
-def build_report(store: Store, run: str, plan_name: str, began: float, ended: float) -> dict:
+Headers = list[dict[str, Any]]
+Summarise = Callable[[dict[str, Any], Headers, float], dict[str, Any]]
+
+
+def build_report(
+    store: Store, run: str, summarise: Summarise, began: float, ended: float
+) -> dict[str, Any]:
     """Everything the report says.
 
     ``rows_in``, ``rows_out`` and ``dead_letters`` speak of the whole input as the output now holds
-    it; ``rows_encoded`` and what follows of this run alone.
+    it; what ``summarise`` adds speaks of this run alone.
 
     Args:
+      summarise: the part of the kind of job, from the plan, the headers of this run's manifest
+        entries and the run's seconds.
       began, ended: seconds since the epoch.
 
     Raises:
       SurgeError: rows in are not rows out and dead letters: rows were lost.
     """
-    plan = read_json(store, plan_name) or {}
+    plan = read_json(store, PLAN) or {}
     if plan.get("run") != run:
-        raise SurgeError(f"run {run} left no plan at {store.url}/{plan_name}")
+        raise SurgeError(f"run {run} left no plan at {store.url}/{PLAN}")
     headers, emptied = [], 0
     for header, lines in manifest.entries(store, run=run):
-        if "superbatch" in header:
-            headers.append(header)
+        headers.append(header)
         emptied += sum("part_key" not in line and _is_emptied(line) for line in lines)
     committed = manifest.load(store).table
     of_files = file_letters(store) - plan["file_letters_stale"]
@@ -48,10 +58,10 @@ def build_report(store: Store, run: str, plan_name: str, began: float, ended: fl
             f"{rows_in} rows came in, {rows_out} went out and {letters} are dead letters;"
             f" the sums differ, see {store.url}/_surge/manifest"
         )
-    seconds = ended - began
-    report: dict[str, Any] = {
+    done = [h for h in headers if "superbatch" in h]
+    plan["partitions_committed"] = plan["partitions_planned"] - emptied
+    return {
         "run": run,
-        "partitions_encoded": plan["partitions_planned"] - emptied,
         "partitions_skipped": plan["partitions_skipped"] - plan["partitions_emptied"],
         "partitions_failed": plan["files_failed"] + emptied + plan["partitions_emptied"],
         "partitions_stale": plan["partitions_stale"],
@@ -62,8 +72,25 @@ def build_report(store: Store, run: str, plan_name: str, began: float, ended: fl
         "files": plan["files"],
         "files_failed": plan["files_failed"],
         "files_passed_over": plan["passed_over"],
+        "superbatches": len(done),
+        "seconds": round(ended - began, 3),
+        "seconds_to_first_output": (
+            round(min(h["ended"] for h in done) - began, 3) if done else None
+        ),
+        "peak_memory": max((h["peak_memory"] for h in done), default=None),
+        "max_rows": plan["max_rows"],
+        "max_bytes": plan["max_bytes"],
+        "largest_partition": plan["largest_partition"],
+        **summarise(plan, headers, ended - began),
+    }
+
+
+def embed_summary(plan: dict[str, Any], headers: Headers, seconds: float) -> dict[str, Any]:
+    """What an embedding run adds to its report."""
+    headers = [h for h in headers if "superbatch" in h]
+    return {
+        "partitions_encoded": plan["partitions_committed"],
         "rows_encoded": sum(h["rows"] for h in headers),
-        "superbatches": len(headers),
         "tokens": sum(h["tokens"] for h in headers),
         "padding_share": _share(
             sum(h["padded_tokens"] - h["tokens"] for h in headers),
@@ -72,23 +99,35 @@ def build_report(store: Store, run: str, plan_name: str, began: float, ended: fl
         "duplicates_saved": sum(h["texts"] - h["unique_texts"] for h in headers),
         "cached_texts": sum(h["cached_texts"] for h in headers),
         "texts_per_second": _share(sum(h["rows"] for h in headers), seconds),
-        "seconds": round(seconds, 3),
         "encode_seconds": round(sum(h["seconds"] for h in headers), 3),
-        "seconds_to_first_output": (
-            round(min(h["ended"] for h in headers) - began, 3) if headers else None
-        ),
-        "peak_memory": max((h["peak_memory"] for h in headers), default=None),
         "memory_bound": max((h["memory_bound"] for h in headers), default=None),
         "min_rows": plan["min_rows"],
-        "max_rows": plan["max_rows"],
-        "max_bytes": plan["max_bytes"],
-        "largest_partition": plan["largest_partition"],
         "device": headers[0]["device"] if headers else None,
         "dtype": headers[0]["dtype"] if headers else None,
         "dimension": headers[0]["dimension"] if headers else None,
+        **_costs(plan, headers),
     }
-    report.update(_costs(plan, headers))
-    return report
+
+
+def generate_summary(plan: dict[str, Any], headers: Headers, seconds: float) -> dict[str, Any]:
+    """What a generating run adds to its report."""
+    decoded = [h for h in headers if "decoded" in h]
+    committed = [h for h in headers if "superbatch" in h]
+    tokens = sum(h["tokens"] for h in decoded)
+    reasons: Counter[str] = Counter()
+    for header in committed:
+        reasons.update(header["finish_reasons"])
+    return {
+        "partitions_generated": plan["partitions_committed"],
+        "rows_decoded": sum(h["rows"] for h in decoded),
+        "rows_reused": sum(h["rows_reused"] for h in committed) + plan["rows_skipped"],
+        "tokens_decoded": tokens,
+        "prompt_tokens": sum(h["prompt_tokens"] for h in committed),
+        "prefix_tokens_saved": sum(h["prefix_tokens_saved"] for h in decoded),
+        "finish_reasons": dict(sorted(reasons.items())),
+        "tokens_per_second": _share(tokens, seconds),
+        "decode_seconds": round(sum(h["seconds"] for h in decoded), 3),
+    }
 
 
 def file_letters(store: Store) -> int:
@@ -105,7 +144,7 @@ def _is_emptied(line: dict[str, Any]) -> bool:
     return not line["rows"] and bool(line["dead_letters"] or line.get("unreadable"))
 
 
-def _costs(plan: dict[str, Any], headers: list[dict]) -> dict[str, Any]:
+def _costs(plan: dict[str, Any], headers: Headers) -> dict[str, Any]:
     """tau and c, and what they predicted of this run against what it took.
 
     They are those that planned the run, or else a fit over its SuperBatches where these differ

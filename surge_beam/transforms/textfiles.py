@@ -41,6 +41,7 @@ from fsspec.implementations.local import LocalFileSystem
 from surge_beam.records import DEAD_LETTER_SCHEMA, SurgeError
 
 ROW_COLUMN = "__surge_row"
+LINE_COLUMN = "line"
 MAX_LINE_BYTES = 256 << 20
 MAX_CSV_RECORD_BYTES = 16 << 20
 MAX_CSV_RECORD_LINES = 100_000
@@ -107,7 +108,7 @@ def stage_text(
     source: str,
     destination: str,
     *,
-    format: Literal["jsonl", "csv", "parquet"],
+    format: Literal["jsonl", "csv", "lines", "parquet"],
     compression: str | None = None,
     text_column: str | None = None,
     key_columns: tuple[str, ...] = (),
@@ -123,7 +124,8 @@ def stage_text(
     Args:
       source: local path or fsspec URL.
       destination: local path or fsspec URL of the Parquet file to write.
-      format: ``jsonl``, ``csv``, or ``parquet`` (a compressed Parquet file, copied as it is).
+      format: ``jsonl``, ``csv``, ``lines`` (every line that is not blank is a row as it is, in a
+        binary column ``line``), or ``parquet`` (a compressed Parquet file, copied as it is).
       compression: None, ``gzip``, ``bz2``, ``xz``, ``lzma``, ``zstd``, ``lz4`` or ``zip``.
       text_column: a JSONL row whose value there is neither a string nor null is a dead letter.
         A JSONL file without that column gets it, all null.
@@ -147,8 +149,10 @@ def stage_text(
                 staged = _stage_jsonl(stream, output, bad, text_column, wanted, tick)
             elif format == "csv":
                 staged = _stage_csv(stream, output, bad, wanted)
+            elif format == "lines":
+                staged = _stage_lines(stream, output, tick)
             else:
-                raise ValueError(f"format must be jsonl, csv or parquet, not {format!r}")
+                raise ValueError(f"format must be jsonl, csv, lines or parquet, not {format!r}")
         return dataclasses.replace(staged, bad=output.commit())
 
 
@@ -737,6 +741,36 @@ def _column(values: list[Any], type_: pa.DataType, kinds: set[str]) -> pa.Array:
     if pa.types.is_string(type_) and kinds - {"", "string", "json"}:
         values = [v if v is None or type(v) is str else _json_text(v) for v in values]
     return pa.array(values, type_)
+
+
+# lines
+
+
+def _stage_lines(stream: _Stream, output: _Output, tick: Callable[[], None]) -> Staged:
+    schema = pa.schema([pa.field(LINE_COLUMN, pa.binary()), _ROW_FIELD])
+    lines: list[bytes] = []
+    numbers: list[int] = []
+    rows = nbytes = 0
+    with _parquet_writer(output.path, schema) as writer:
+
+        def flush() -> None:
+            columns = [pa.array(lines, pa.binary()), pa.array(numbers, pa.int64())]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            lines.clear()
+            numbers.clear()
+
+        for number, line in enumerate(_lines(stream), 1):
+            if not line.strip(b" \t\r"):
+                continue
+            lines.append(line)
+            numbers.append(number)
+            rows, nbytes = rows + 1, nbytes + len(line)
+            if len(lines) >= GROUP_ROWS or nbytes >= GROUP_BYTES:
+                tick()
+                flush()
+                nbytes = 0
+        flush()
+    return Staged(rows=rows)
 
 
 # CSV

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,14 +51,14 @@ def vectors_to_arrow(matrix: np.ndarray) -> pa.FixedSizeListArray:
     return pa.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
 
 
-def parquet_bytes(table: pa.Table, vector_column: str) -> pa.Buffer:
+def parquet_bytes(table: pa.Table, vector_columns: Collection[str] = ()) -> pa.Buffer:
     """A table as a Parquet file in memory; vectors are neither compressed nor dictionary-coded."""
-    plain = [n for n in table.column_names if n != vector_column]
+    plain = [n for n in table.column_names if n not in vector_columns]
     sink = pa.BufferOutputStream()
     pq.write_table(
         table,
         sink,
-        compression={n: "NONE" if n == vector_column else "ZSTD" for n in table.column_names},
+        compression={n: "NONE" if n in vector_columns else "ZSTD" for n in table.column_names},
         use_dictionary=plain,
         write_statistics=plain,
     )
@@ -65,18 +66,26 @@ def parquet_bytes(table: pa.Table, vector_column: str) -> pa.Buffer:
 
 
 @dataclasses.dataclass
-class EncodedSegment:
-    """A segment ready to be written: rows in order, their vectors, and what could not be done."""
+class OutputSegment:
+    """A segment ready to be written.
+
+    Attributes:
+      segment: its plan.
+      table: columns of the input, rows in order.
+      added: columns that the job adds, by name, as long as ``table``.
+      letters: of rows that could not be used.
+      unreadable: rows planned that could not be read.
+    """
 
     segment: Segment
     table: pa.Table
-    matrix: np.ndarray
+    added: dict[str, pa.Array]
     letters: list[DeadLetter]
     unreadable: int = 0
 
 
 class Committer:
-    """Writes encoded segments and commits them as one manifest entry."""
+    """Writes segments and commits them as one manifest entry."""
 
     def __init__(self, store: Store, config: WriteConfig, run: str):
         self.store = store
@@ -87,7 +96,7 @@ class Committer:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
-    def commit(self, name: str, segments: list[EncodedSegment], header: dict[str, Any]) -> None:
+    def commit(self, name: str, segments: list[OutputSegment], header: dict[str, Any]) -> None:
         """Writes every segment, then the manifest entry, whose header tells when.
 
         Raises:
@@ -101,13 +110,14 @@ class Committer:
         header["ended"] = time.time()
         manifest.write(self.store, self.run, name, header, lines)
 
-    def _write(self, encoded: EncodedSegment) -> dict[str, Any]:
+    def _write(self, encoded: OutputSegment) -> dict[str, Any]:
         segment, rows = encoded.segment, encoded.table.num_rows
         accounted = rows + len(encoded.letters) + encoded.unreadable
-        if accounted != segment.rows or rows != len(encoded.matrix):
+        lengths = {len(column) for column in encoded.added.values()}
+        if accounted != segment.rows or lengths - {rows}:
             raise SurgeError(
-                f"partition {segment.folder}: {segment.rows} rows planned, but {rows} rows,"
-                f" {len(encoded.matrix)} vectors, {len(encoded.letters)} dead letters and"
+                f"partition {segment.folder}: {segment.rows} rows planned, but {rows} rows with"
+                f" results for {sorted(lengths)}, {len(encoded.letters)} dead letters and"
                 f" {encoded.unreadable} unreadable rows came of it"
             )
         split = segment.parts > 1
@@ -120,13 +130,8 @@ class Committer:
             table = table.select(
                 [n for n in keep if n in table.column_names and n not in self.config.drop]
             )
-            table = table.append_column(
-                pa.field(
-                    self.config.vector_column,
-                    pa.list_(_vector_type(self.config), encoded.matrix.shape[1]),
-                ),
-                self._vectors(encoded.matrix),
-            )
+            for name, column in encoded.added.items():
+                table = table.append_column(name, column)
             table = table.replace_schema_metadata({METADATA_KEY: segment.values.encode()})
             files.append(self._put(f"{folder}/{part_name(segment.part)}", table, rows))
         self._letters(encoded)
@@ -147,12 +152,8 @@ class Committer:
             sweep(self.store, segment.folder, {f["path"] for f in files}, letters)
         return line
 
-    def _vectors(self, matrix: np.ndarray) -> pa.FixedSizeListArray:
-        kind = np.float16 if self.config.vector_type == "float16" else np.float32
-        return vectors_to_arrow(np.ascontiguousarray(matrix, kind))
-
     def _put(self, name: str, table: pa.Table, rows: int) -> dict[str, Any]:
-        data = parquet_bytes(table, self.config.vector_column)
+        data = parquet_bytes(table, [self.config.vector_column])
         self.store.put(name, data)
         return {
             "path": name,
@@ -161,7 +162,7 @@ class Committer:
             "checksum": xxhash.xxh3_64_hexdigest(data),
         }
 
-    def _letters(self, encoded: EncodedSegment) -> None:
+    def _letters(self, encoded: OutputSegment) -> None:
         if encoded.letters:
             sink = pa.BufferOutputStream()
             pq.write_table(dead_letter_table(encoded.letters), sink)
@@ -233,10 +234,6 @@ def is_part(name: str) -> bool:
 
 def letters_folder(folder: str) -> str:
     return f"{ROW_LETTERS}/{digest(folder)}"
-
-
-def _vector_type(config: WriteConfig) -> pa.DataType:
-    return pa.float16() if config.vector_type == "float16" else pa.float32()
 
 
 def read_json(store: Store, name: str) -> dict[str, Any] | None:

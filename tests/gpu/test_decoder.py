@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
-from surge_beam.gpu.models.decoder import PREFIXES, Decoder, context_length, unsupported
+from surge_beam.gpu.models.decoder import PREFIXES, Decoder, unsupported
 from surge_beam.gpu.models.linear import padded_rows
 from surge_beam.gpu.models.weights import Weights
+from surge_beam.gpu.text_tokenizer import context_length
 from surge_beam.records import SurgeError
 from tests.gpu.tiny_models import tiny_decoder
 

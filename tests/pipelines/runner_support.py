@@ -27,7 +27,7 @@ class Probe:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
             log("import torch")
-        if name != "surge_beam.transforms.embed_files":
+        if name.rpartition(".")[2] not in ("embed_files", "plan_files"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module

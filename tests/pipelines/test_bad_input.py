@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from surge_beam.transforms import embed_files
+from surge_beam.transforms import plan_files
 from surge_beam.transforms.exchange import Exchange
 from tests.pipelines.harness import (
     conserved,
@@ -260,7 +260,7 @@ def test_kept_columns_through_the_exchange(tmp_path: Path, monkeypatch: pytest.M
 
     original = Exchange.merge
     monkeypatch.setattr(Exchange, "merge", merge)
-    monkeypatch.setattr(embed_files, "SCATTER_LIMIT", 0.0)
+    monkeypatch.setattr(plan_files, "SCATTER_LIMIT", 0.0)
     rows = pa.table({"text": T, "k": ["x", "y", "x"], **KEPT})
     for name in ("a", "b"):
         write_rows(tmp_path / "in" / f"{name}.parquet", rows)
@@ -369,7 +369,7 @@ def test_odd_files(tmp_path: Path) -> None:
 def test_the_sound_row_groups_of_a_file_come_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyed: bool, scatter: float
 ) -> None:
-    monkeypatch.setattr(embed_files, "SCATTER_LIMIT", scatter)
+    monkeypatch.setattr(plan_files, "SCATTER_LIMIT", scatter)
     path = grouped(tmp_path / "in" / "n.parquet")
     write_good(tmp_path / "in")
     texts = [f"row {i} {'x' * 50}{i * 7919 % 1000}" for i in range(3000)]
@@ -423,7 +423,7 @@ def test_files_of_one_partition_whose_schemas_differ(tmp_path: Path) -> None:
 def test_the_columns_of_a_dead_letter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scatter: float
 ) -> None:
-    monkeypatch.setattr(embed_files, "SCATTER_LIMIT", scatter)
+    monkeypatch.setattr(plan_files, "SCATTER_LIMIT", scatter)
     folder = tmp_path / "in"
     write_rows(
         folder / "a.parquet",

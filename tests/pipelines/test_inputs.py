@@ -25,7 +25,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from surge_beam.records import SurgeError
-from surge_beam.transforms import embed_files
+from surge_beam.transforms import plan_files
 from surge_beam.transforms.files import list_input
 from tests.pipelines.harness import (
     conserved,
@@ -424,7 +424,7 @@ def test_any_corpus_against_an_oracle(
                 if t is not None:
                     wanted.setdefault(k, []).append((file, i, t))
         limits = {"min_rows": min(8, most), "max_rows": most, "model": "dummy:4"}
-        with unittest.mock.patch.object(embed_files, "SCATTER_LIMIT", scatter):
+        with unittest.mock.patch.object(plan_files, "SCATTER_LIMIT", scatter):
             assert run_here(input=folder, output=out, partition_by="k", **limits) == 0
         folders = {"a": "a", "b": "b", "c/d": "c%2Fd", "": "", None: "__HIVE_DEFAULT_PARTITION__"}
         found, vectors = {}, {}

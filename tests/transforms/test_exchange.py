@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipelines import embed_corpus
 from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan
-from surge_beam.transforms import embed_files
+from surge_beam.transforms import plan_files
 from surge_beam.transforms.exchange import Bucket, scatter, spread
 
 
@@ -34,7 +34,7 @@ def _write_corpus(folder: Path) -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, corpus: Path, output: Path, limit: float) -> dict:
-    monkeypatch.setattr(embed_files, "SCATTER_LIMIT", limit)
+    monkeypatch.setattr(plan_files, "SCATTER_LIMIT", limit)
     arguments = ["--input", str(corpus), "--output", str(output), "--partition_by", "key"]
     arguments += ["--model", "dummy:4", "--min_rows", "100", "--max_rows", "150"]
     assert embed_corpus.main(arguments) == 0

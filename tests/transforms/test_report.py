@@ -11,7 +11,7 @@ from surge_beam.transforms import manifest
 from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.plan import PlanSummary
 from surge_beam.transforms.read import write_file_letters
-from surge_beam.transforms.report import REPORT, build_report, write_report
+from surge_beam.transforms.report import REPORT, build_report, embed_summary, write_report
 
 PLAN = "_surge/plan.json"
 LIMITS = {"min_rows": 10, "max_rows": 100, "max_bytes": 1000, "tau": None, "c": None}
@@ -82,7 +82,7 @@ def test_figures(store: Store) -> None:
         store, rows=9 + 310 + 3 + 4 + 31, rows_stale=5, letters_stale=2, partitions_stale=1,
         partitions_planned=8, partitions_skipped=1, files=9,
     )  # fmt: skip
-    report = build_report(store, "2", PLAN, 100.0, 110.0)
+    report = build_report(store, "2", embed_summary, 100.0, 110.0)
     expected = {
         "rows_in": 353, "rows_out": 349, "dead_letters": 4, "rows_encoded": 340,
         "partitions_encoded": 6, "partitions_skipped": 1, "partitions_failed": 2,
@@ -102,7 +102,7 @@ def test_lost_rows_fail_loudly(store: Store) -> None:
     manifest.write(store, "2", "x", header(9), [line("p", 9)])
     plan(store, rows=10)
     with pytest.raises(SurgeError, match="10 rows came in, 9 went out and 0 are dead letters"):
-        build_report(store, "2", PLAN, 0.0, 1.0)
+        build_report(store, "2", embed_summary, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("run", ["1", None])
@@ -110,7 +110,7 @@ def test_a_run_without_a_plan(store: Store, run: str | None) -> None:
     if run:
         plan(store, run)
     with pytest.raises(SurgeError, match="no plan"):
-        build_report(store, "2", PLAN, 0.0, 1.0)
+        build_report(store, "2", embed_summary, 0.0, 1.0)
 
 
 def test_letters_of_files(store: Store) -> None:
@@ -119,7 +119,7 @@ def test_letters_of_files(store: Store) -> None:
         letter = DeadLetter(stage="read", error="E", message="m", file=name)
         write_file_letters(store, source, dead_letter_table([letter] * 2))
     plan(store, file_letters_stale=2, files_failed=1)
-    report = build_report(store, "2", PLAN, 0.0, 1.0)
+    report = build_report(store, "2", embed_summary, 0.0, 1.0)
     assert (report["rows_in"], report["rows_out"], report["dead_letters"]) == (2, 0, 2)
     assert report["seconds_to_first_output"] is None
     assert report["partitions_failed"] == 1

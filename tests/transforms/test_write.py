@@ -16,7 +16,7 @@ from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.write import (
     PENDING,
     Committer,
-    EncodedSegment,
+    OutputSegment,
     WriteConfig,
     letters_folder,
     part_name,
@@ -33,18 +33,25 @@ def store(tmp_path: Path) -> Store:
 
 
 def encoded(
-    rows: int, letters: int = 0, *, part: int = 0, parts: int = 1, version: object = 0
-) -> EncodedSegment:
+    rows: int,
+    letters: int = 0,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    version: object = 0,
+    kind: type = np.float32,
+) -> OutputSegment:
     values = '{"service": {"type": "string", "value": "a"}}'
     total = rows + letters
     segment = Segment(FOLDER, values, digest(version), part, parts, total, ())
     table = pa.table({"text": [f"{part} {i}" for i in range(rows)], "id": list(range(rows))})
-    matrix = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4) + part
+    matrix = np.arange(rows * 4, dtype=kind).reshape(rows, 4) + kind(part)
     letter = DeadLetter(stage="read", error="NullText", message="m", file="f", row=1)
-    return EncodedSegment(segment, table, matrix, [letter] * letters)
+    added = {"embedding": vectors_to_arrow(matrix)}
+    return OutputSegment(segment, table, added, [letter] * letters)
 
 
-def commit(store: Store, *segments: EncodedSegment, run: str = "1", **config: object) -> None:
+def commit(store: Store, *segments: OutputSegment, run: str = "1", **config: object) -> None:
     committer = Committer(store, WriteConfig(**config), run)
     try:
         committer.commit(f"sb{segments[0].segment.part}", list(segments), {"superbatch": "x"})
@@ -75,7 +82,7 @@ def test_vectors_share_memory() -> None:
 
 @pytest.mark.parametrize("vector_type", ["float32", "float16"])
 def test_a_partition(store: Store, vector_type: str) -> None:
-    commit(store, encoded(3, 2), vector_type=vector_type)
+    commit(store, encoded(3, 2, kind=getattr(np, vector_type)))
     table = read(store, f"{FOLDER}/part-00000.parquet")
     assert table.column_names == ["text", "id", "embedding"]
     kind = pa.float16() if vector_type == "float16" else pa.float32()

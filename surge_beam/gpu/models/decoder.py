@@ -53,23 +53,6 @@ def unsupported_error(name: str, family: Any, why: str) -> SurgeError:
     )
 
 
-def context_length(config: Any) -> int:
-    """Tokens of a sequence for which the config's rotary positions are exact.
-
-    Dynamic scaling is constant up to ``max_position_embeddings``, longrope up to the original
-    length. Yarn (arXiv 2309.00071) reaches ``factor`` times the original length; some configs keep
-    that length in ``max_position_embeddings``.
-    """
-    length = int(config.max_position_embeddings)
-    rope = config.rope_parameters or {}
-    original = rope.get("original_max_position_embeddings")
-    if original and rope["rope_type"] == "longrope":
-        return min(length, int(original))
-    if original and rope["rope_type"] == "yarn":
-        return max(length, int(original * (rope.get("factor") or 1.0)))
-    return length
-
-
 class Decoder:
     """Pre-norm decoder with rotary positions, grouped queries and a gated MLP.
 

@@ -1,0 +1,279 @@
+"""Decoding: rounds of superbatches through the engine of each worker process."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.metrics import Metrics
+from apache_beam.transforms.window import GlobalWindow
+from apache_beam.typehints import KV
+from apache_beam.utils.windowed_value import WindowedValue
+
+from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, pack
+from surge_beam.transforms import manifest
+from surge_beam.transforms.files import Store
+from surge_beam.transforms.journal import CompletionJournal, Entry, request_digest
+from surge_beam.transforms.metric_ids import keep_metric_ids_apart
+from surge_beam.transforms.plan_files import NAMESPACE, keyed, on_device
+from surge_beam.transforms.prefix_partition import (
+    BatchLimits,
+    ByLeadingChunk,
+    FormPrefixBatches,
+    PartitionByPrefix,
+)
+from surge_beam.transforms.prompt_batch import (
+    decode,
+    encode,
+    prompt_batch,
+    requests_of,
+    sampling_json,
+)
+
+ANSWERS_PER_ELEMENT = 64
+STATS_SECONDS = 5.0
+REGROUP_SHARDS = 64
+DECODED = "decoded-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The completion of one row of an owner."""
+
+    row: int
+    completion: Completion
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundConfig:
+    """How prompts are decoded.
+
+    Attributes:
+      engine: the engine's recipe.
+      rounds, slice_tokens, ranges, batch: see ``GenerateConfig``.
+      accelerator: Beam resource hint of the decoding steps.
+      output, run: where completions are kept as they finish, and under which run; None keeps none.
+    """
+
+    engine: EngineConfig
+    rounds: int = 1
+    slice_tokens: int = 256
+    ranges: int | None = None
+    batch: BatchLimits = dataclasses.field(default_factory=BatchLimits)
+    accelerator: str = ""
+    output: str | None = None
+    run: str = ""
+
+
+class DecodeRounds(beam.PTransform):
+    """Completes prompts, those that share prefixes together.
+
+    Takes PCollection[bytes], encoded prompt batches, and gives PCollection[KV[str, bytes]]: packed
+    lists of ``Answer`` by owner. In every round but the last a row is given up after
+    ``slice_tokens`` tokens, and goes on in the next, among other rows of its kind from the whole
+    fleet.
+    """
+
+    def __init__(self, config: RoundConfig):
+        super().__init__()
+        self._config = config
+
+    def expand(self, prompts: beam.PCollection) -> beam.PCollection:
+        config = self._config
+        batches = (
+            prompts
+            | "PartitionByPrefix" >> PartitionByPrefix(config.ranges)
+            | "FormBatches" >> FormPrefixBatches(config.batch)
+        )
+        answers = []
+        for number in range(1, config.rounds + 1):
+            last = number == config.rounds
+            decoded = batches | f"Round{number}" >> on_device(
+                beam.ParDo(_Decode(config, last)).with_outputs("unfinished", main="answers"),
+                config.engine.device,
+                config.accelerator,
+            )
+            answers.append(keyed(decoded.answers, KV[str, bytes]))
+            if last:
+                break
+            unfinished = decoded.unfinished
+            unfinished.element_type = bytes
+            batches = (
+                unfinished
+                | f"Regroup{number}"
+                >> beam.ParDo(ByLeadingChunk(REGROUP_SHARDS)).with_output_types(tuple[int, bytes])
+                | f"FormBatches{number}" >> FormPrefixBatches(config.batch)
+            )
+        return answers | "Answers" >> beam.Flatten()
+
+
+class _Decode(beam.DoFn):
+    """Feeds superbatches to the engine of the process; a bundle's next one is fetched before the
+    last rows of the one before have ended.
+    """
+
+    def __init__(self, config: RoundConfig, last: bool):
+        self._config, self._last = config, last
+        self._rows = Metrics.counter(NAMESPACE, "completions")
+        self._tokens = Metrics.counter(NAMESPACE, "completion_tokens")
+        self._saved = Metrics.counter(NAMESPACE, "prefix_tokens_saved")
+
+    def setup(self) -> None:
+        keep_metric_ids_apart()
+        from surge_beam.gpu.decode_worker import shared_decode_worker
+
+        config = self._config
+        self._worker = shared_decode_worker(config.engine)
+        self._store = Store(config.output) if config.output is not None else None
+
+    def start_bundle(self) -> None:
+        self._visit = self._worker.visit()
+        self._under_way: dict[str, _UnderWay] = {}
+        self._answers: dict[str, list[Answer]] = {}
+        self._counted = 0
+        self._stats = _Stats()
+        self._journal = (
+            CompletionJournal(self._store, self._config.run) if self._store is not None else None
+        )
+
+    def process(self, data: bytes) -> Iterator[Any]:
+        began = time.monotonic()
+        self._visit.add(map(self._begin, requests_of(decode(data))))
+        for completion in self._visit.take(keep=2 * self._config.engine.max_sequences):
+            yield from self._end(completion)
+        self._stats.seconds += time.monotonic() - began
+
+    def finish_bundle(self) -> Iterator[Any]:
+        began = time.monotonic()
+        try:
+            for completion in self._visit.take():
+                yield from map(_in_window, self._end(completion))
+        finally:
+            self._visit.close()
+            if self._journal is not None:
+                self._journal.close()
+        yield from map(_in_window, self._flush())
+        self._stats.seconds += time.monotonic() - began
+        self._report()
+
+    def _begin(self, item: tuple[str, int, Request | Checkpoint]) -> Request | Checkpoint:
+        owner, row, begun = item
+        checkpoint = begun if isinstance(begun, Checkpoint) else Checkpoint(request=begun)
+        request = checkpoint.request
+        most, until = request.sampling.max_tokens, None
+        if not self._last:
+            until = len(checkpoint.output_ids) + self._config.slice_tokens
+            if most is not None and most <= until:
+                until = None
+        self._under_way[request.custom_id] = _UnderWay(owner, row, checkpoint, until)
+        if until is None:
+            return begun
+        sampling = dataclasses.replace(request.sampling, max_tokens=until)
+        sliced = dataclasses.replace(request, sampling=sampling)
+        if isinstance(begun, Request):
+            return sliced
+        return dataclasses.replace(begun, request=sliced)
+
+    def _end(self, completion: Completion) -> Iterator[Any]:
+        under_way = self._under_way.pop(completion.custom_id)
+        request = under_way.checkpoint.request
+        self._stats.tokens += completion.completion_tokens - len(under_way.checkpoint.output_ids)
+        if under_way.gives_up(completion, self._worker.engine.context_length):
+            checkpoint = Checkpoint(
+                request=request,
+                output_ids=completion.token_ids,
+                cached_tokens=completion.cached_tokens,
+                parks=completion.parks,
+                evictions=completion.evictions,
+                logprobs=completion.logprobs or (),
+            )
+            batch = prompt_batch(
+                [under_way.owner],
+                [under_way.row],
+                [request.custom_id],
+                [request.prompt_ids],
+                [sampling_json(request.sampling)],
+                [checkpoint.to_json()],
+            )
+            yield beam.pvalue.TaggedOutput("unfinished", encode(batch))
+            return
+        if self._journal is not None:
+            self._journal.add(
+                Entry(under_way.owner, under_way.row, request_digest(request), completion)
+            )
+        self._stats.rows += 1
+        self._stats.saved += completion.cached_tokens
+        self._rows.inc()
+        self._tokens.inc(completion.completion_tokens)
+        self._saved.inc(completion.cached_tokens)
+        answers = self._answers.setdefault(under_way.owner, [])
+        answers.append(Answer(under_way.row, completion))
+        if len(answers) >= ANSWERS_PER_ELEMENT:
+            yield under_way.owner, pack(self._answers.pop(under_way.owner))
+        if time.monotonic() - self._stats.since >= STATS_SECONDS:
+            self._report()
+
+    def _flush(self) -> Iterator[Any]:
+        for owner, answers in self._answers.items():
+            yield owner, pack(answers)
+        self._answers = {}
+
+    def _report(self) -> None:
+        """A manifest entry that commits nothing: what a progress line and the report count."""
+        stats, self._stats = self._stats, _Stats()
+        if self._store is None or not (stats.rows or stats.tokens):
+            return
+        header = {
+            "decoded": True,
+            "rows": stats.rows,
+            "tokens": stats.tokens,
+            "prefix_tokens_saved": stats.saved,
+            "seconds": round(stats.seconds, 6),
+            "ended": time.time(),
+        }
+        manifest.write(self._store, self._config.run, f"{DECODED}{uuid.uuid4().hex}", header, [])
+
+
+@dataclasses.dataclass(frozen=True)
+class _UnderWay:
+    """A row in the engine.
+
+    Attributes:
+      owner, row: where its answer goes.
+      checkpoint: as it came.
+      until: tokens at which it is given up in this round; None decodes it to the end.
+    """
+
+    owner: str
+    row: int
+    checkpoint: Checkpoint
+    until: int | None
+
+    def gives_up(self, completion: Completion, context_length: int) -> bool:
+        """Whether only the round's limit ended it."""
+        return (
+            completion.finish_reason == "length"
+            and completion.completion_tokens == self.until
+            and completion.prompt_tokens + completion.completion_tokens < context_length
+        )
+
+
+@dataclasses.dataclass
+class _Stats:
+    rows: int = 0
+    tokens: int = 0
+    saved: int = 0
+    seconds: float = 0.0
+    since: float = dataclasses.field(default_factory=time.monotonic)
+
+
+def _in_window(value: Any) -> Any:
+    window = GlobalWindow()
+    if isinstance(value, beam.pvalue.TaggedOutput):
+        placed = WindowedValue(value.value, window.max_timestamp(), [window])
+        return beam.pvalue.TaggedOutput(value.tag, placed)
+    return WindowedValue(value, window.max_timestamp(), [window])

@@ -1,0 +1,187 @@
+"""A file job as a command: options that all have, one run under its lock, and the last words."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import apache_beam as beam
+from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions, TestOptions
+
+from surge_beam.records import RefusedError
+from surge_beam.transforms.files import Store
+from surge_beam.transforms.guard import shared_guard
+from surge_beam.transforms.job import (
+    EXPECTED,
+    check_paths,
+    exclusive,
+    explain,
+    finish,
+    hand_memory_back,
+)
+from surge_beam.transforms.plan_files import PLAN, FileJob
+from surge_beam.transforms.progress import Progress
+from surge_beam.transforms.report import Summarise, build_report, write_report
+from surge_beam.transforms.report_html import try_write_html
+
+LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner")
+
+Job = TypeVar("Job", bound=FileJob)
+Report = dict[str, Any]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names of an option such as ``a,b``."""
+    return tuple(x for x in text.split(",") if x)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def auto(text: str) -> int | None:
+    """``auto``, which is None, or an integer of at least 1."""
+    return None if text == "auto" else positive(text)
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every file job."""
+    add = parser.add_argument
+    add("--input", required=True, help="file, folder or glob, on any fsspec file system")
+    add("--output", required=True, help="output folder")
+    add("--partition_by", type=names, default=(), help="key columns: a,b")
+    add("--keep_columns", type=names, help="columns to keep; default all")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--on_bad_input", default="dead_letter", choices=("dead_letter", "fail"))
+    add("--overwrite", action="store_true", help="start anew on an existing output")
+    add("--prune", action="store_true", help="remove the output of inputs that are gone")
+    add("--accelerator", default=FileJob.accelerator, help="Beam resource hint")
+
+
+def run_job(
+    job: Job,
+    transform: Callable[[Job], beam.PTransform],
+    *,
+    settings: Callable[[Job], dict[str, Any]],
+    summarise: Summarise,
+    beam_args: list[str],
+    overwrite: bool,
+    after: Callable[[Store], None] = lambda store: None,
+) -> Report | None:
+    """Runs a job and returns its report, None of a dry run.
+
+    Args:
+      job: its ``run`` is filled in.
+      transform: the job as a transform that starts from a pipeline.
+      settings: what two runs on one output must agree on.
+      summarise: see ``build_report``.
+      beam_args: Beam's own options.
+      overwrite: drop what an earlier configuration wrote.
+      after: what is left to do in the output once everything is committed.
+
+    Raises:
+      RefusedError: the run may not start; nothing is written.
+      SurgeError: the job failed; the message is for a person.
+    """
+    check_paths(job.input, job.output)
+    options = PipelineOptions(["--runner=FnApiRunner", *beam_args])
+    if options.view_as(TestOptions).dry_run:
+        _ = (pipeline := beam.Pipeline(options=options)) | "Job" >> transform(job)
+        pipeline.run()
+        return None
+    store = Store(job.output)
+    began = time.time()
+    hand_memory_back()
+    if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
+        # it starts while the pipeline is built
+        shared_guard().start()
+    with exclusive(store, settings(job), overwrite=overwrite) as name:
+        job = dataclasses.replace(job, run=name)
+        pipeline = beam.Pipeline(options=options)
+        _ = pipeline | "Job" >> transform(job)
+        with Progress(store, job.run, PLAN):
+            pipeline.run().wait_until_finish()
+        after(store)
+        report = build_report(store, job.run, summarise, began, time.time())
+        write_report(store, report)
+        try_write_html(store, report)
+        finish(store, job.run)
+    return report
+
+
+def command(
+    run: Callable[[list[str] | None], Report | None],
+    say: Callable[[Report], str],
+    parser: Callable[[], argparse.ArgumentParser],
+    argv: list[str] | None,
+) -> int:
+    """Runs a command and says in a person's words how it ended.
+
+    Args:
+      say: the first line about a report.
+      argv: None takes the process's own, which then ends with this.
+
+    Returns:
+      The exit status: 0, 1 of a job that failed, 2 of one that may not start, 130 interrupted.
+    """
+    logging.basicConfig(level=logging.WARNING)
+    # a runner logs the traceback of what ends the job, which is said in one line below
+    logging.getLogger("apache_beam.runners").setLevel(logging.CRITICAL)
+    # says at exit that it stops Prism, which would be the last word
+    logging.getLogger("apache_beam.utils.subprocess_server").setLevel(logging.ERROR)
+    try:
+        report = run(argv)
+    except RefusedError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run again to go on", file=sys.stderr)
+        return 130
+    except Exception as error:
+        kind, message = explain(error, parser().parse_known_args(argv)[0].output)
+        if kind not in EXPECTED:
+            logging.getLogger(__name__).error("the job failed", exc_info=error)
+        last = f"failed: {kind}: {message}"
+        if argv is None:
+            _last_word(last)
+        else:
+            print(last, file=sys.stderr)
+        return 1
+    if report is None:
+        print("dry run: the job graph is sound; nothing was run or written")
+        return 0
+    print(say(report))
+    if report["files_passed_over"]:
+        print(f"{report['files_passed_over']:,} files passed over: not data by their names")
+    if report["partitions_stale"]:
+        print(
+            f"{report['partitions_stale']:,} stale partitions kept: their input is gone;"
+            " --prune removes them"
+        )
+    if report["partitions_pruned"]:
+        print(f"{report['partitions_pruned']:,} stale partitions removed")
+    print(f"{report['dead_letters']:,} dead letters")
+    return 0
+
+
+def _last_word(line: str) -> None:
+    """The process's last line on stderr: a runner's threads may still be writing there."""
+    logging.disable()
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    text = line.encode("utf-8", "backslashreplace") + b"\n"
+    while text:
+        text = text[os.write(stderr, text) :]

@@ -1,0 +1,232 @@
+"""From a row to its prompt: a column, a Jinja template, messages, or an OpenAI batch line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from surge_beam.records import SamplingParams, Segment, SurgeError
+from surge_beam.transforms.batch_lines import (
+    BatchRequest,
+    RefusedLine,
+    ServedModels,
+    parse_line,
+    parse_messages,
+)
+from surge_beam.transforms.textfiles import LINE_COLUMN, MAX_LINE_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptConfig:
+    """Where prompts come from. Without column, template and messages, rows are batch lines.
+
+    Attributes:
+      column: holds raw prompts.
+      template: text of a Jinja template over a row's columns and key values; gives a raw prompt.
+      messages: column of conversations, lists of ``role`` and ``content`` or their JSON text.
+      id_column: names a row; without it file and row do.
+      sampling: of rows that do not say otherwise.
+      models: names under which batch lines may ask for the model; ``*`` takes all.
+    """
+
+    column: str | None = None
+    template: str | None = None
+    messages: str | None = None
+    id_column: str | None = None
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    models: tuple[str, ...] = ("*",)
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.column, self.template, self.messages) if x is not None]
+        if len(given) > 1:
+            raise SurgeError("give one of a prompt column, a template and a messages column")
+        if not given and self.id_column is not None:
+            raise SurgeError("batch lines carry their own custom_id; leave id_column out")
+        if self.template is not None:
+            _variables(self.template)
+
+    @property
+    def lines(self) -> bool:
+        """Whether the input is OpenAI batch lines."""
+        return self.column is None and self.template is None and self.messages is None
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        """Columns that every file must have."""
+        names = (self.column, self.messages, self.id_column)
+        return (
+            (LINE_COLUMN,)
+            if self.lines
+            else tuple(dict.fromkeys(n for n in names if n is not None))
+        )
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Columns to read where a file has them."""
+        return () if self.template is None else _variables(self.template)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Attributes:
+    custom_id: names the row.
+    text, token_ids, messages: the prompt, one of them.
+    sampling: how to decode it.
+    """
+
+    custom_id: str
+    sampling: SamplingParams
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a row has no prompt: kind and message of its dead letter."""
+
+    error: str
+    message: str
+
+
+def render(
+    config: PromptConfig, table: pa.Table, segment: Segment, ids: list[str]
+) -> Iterator[Prompt | Refusal]:
+    """The prompt of every row, or why there is none.
+
+    Args:
+      table: the rows; columns of ``required_columns`` are there.
+      segment: their partition, whose key values a template may use.
+      ids: the rows' names by file and row, for rows without an id of their own.
+    """
+    if config.lines:
+        models = ServedModels(config.models[0], config.models[1:])
+        for line in table.column(LINE_COLUMN).to_pylist():
+            if len(line) > MAX_LINE_BYTES:
+                yield Refusal("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
+                continue
+            found = parse_line(line, models=models, defaults=config.sampling)
+            if isinstance(found, RefusedLine):
+                yield Refusal(found.code, found.message)
+            else:
+                yield _of_line(found)
+        return
+    names = _ids(table, config.id_column) if config.id_column is not None else iter(ids)
+    prompts = _prompts(config, table, segment)
+    for custom_id, prompt in zip(names, prompts, strict=True):
+        if custom_id is None or not custom_id:
+            yield Refusal("EmptyId", f"the id in column {config.id_column!r} is empty")
+        elif isinstance(prompt, Refusal):
+            yield prompt
+        else:
+            yield dataclasses.replace(prompt, custom_id=custom_id)
+
+
+def _of_line(found: BatchRequest) -> Prompt:
+    text = found.prompt if isinstance(found.prompt, str) else None
+    token_ids = found.prompt if isinstance(found.prompt, tuple) else None
+    return Prompt(found.custom_id, found.sampling, text, token_ids, found.messages)
+
+
+def _ids(table: pa.Table, column: str) -> Iterator[str | None]:
+    for value in table.column(column).to_pylist():
+        yield None if value is None else value if isinstance(value, str) else str(value)
+
+
+def _prompts(config: PromptConfig, table: pa.Table, segment: Segment) -> Iterator[Prompt | Refusal]:
+    if config.template is not None:
+        yield from _templated(config, table, segment)
+        return
+    name = config.column or config.messages
+    assert name is not None
+    for value in table.column(name).to_pylist():
+        if value is None:
+            yield Refusal("NullPrompt", f"column {name!r} is null")
+        elif config.messages is not None:
+            messages = conversation(value)
+            if isinstance(messages, Refusal):
+                yield messages
+            else:
+                yield Prompt("", config.sampling, messages=messages)
+        else:
+            yield _text(config, value)
+
+
+def _text(config: PromptConfig, text: str) -> Prompt | Refusal:
+    if not text:
+        return Refusal("EmptyPrompt", "the prompt is empty")
+    return Prompt("", config.sampling, text=text)
+
+
+def _templated(
+    config: PromptConfig, table: pa.Table, segment: Segment
+) -> Iterator[Prompt | Refusal]:
+    assert config.template is not None
+    template = _compiled(config.template)
+    names = [n for n in _variables(config.template) if n in table.column_names]
+    keys: dict[str, Any] = {}
+    # only folders of key columns hold a plain equals sign
+    if "=" in segment.folder:
+        keys = {name: key["value"] for name, key in json.loads(segment.values).items()}
+    for row in table.select(names).to_pylist():
+        try:
+            text = template.render({**keys, **row})
+        except Exception as error:
+            yield Refusal("TemplateError", f"the template fails: {type(error).__name__}: {error}")
+            continue
+        yield _text(config, text)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    try:
+        from jinja2 import StrictUndefined, TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise SurgeError("a template takes: pip install jinja2") from error
+    # values are data: nothing in them is escaped, and nothing is rendered twice
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
+    try:
+        return environment.from_string(template)
+    except TemplateError as error:
+        raise SurgeError(f"the template cannot be parsed: {error}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _variables(template: str) -> tuple[str, ...]:
+    """Names that a template takes from outside, sorted."""
+    compiled = _compiled(template)
+    from jinja2 import meta
+
+    return tuple(sorted(meta.find_undeclared_variables(compiled.environment.parse(template))))
+
+
+def conversation(value: Any) -> tuple[dict[str, Any], ...] | Refusal:
+    """Messages of a column's value: a list of objects, or such a list as JSON text."""
+
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+        if isinstance(value, list):
+            value = [_message(message) for message in value]
+        return parse_messages(value)
+    except (ValueError, RecursionError) as error:
+        return Refusal("InvalidMessages", f"the messages are no JSON: {error}")
+    except SurgeError as error:
+        return Refusal("InvalidMessages", str(error))
+
+
+def _message(message: Any) -> Any:
+    """A message as JSON has it: a list of mixed values may hold each as JSON text, and a struct
+    column has every field in every row.
+    """
+    if isinstance(message, str):
+        message = json.loads(message)
+    if isinstance(message, dict):
+        return {name: value for name, value in message.items() if value is not None}
+    return message
