@@ -33,7 +33,7 @@ from benchmarks.common import (
 )
 from surge_beam.policy.costs import CostModel, fit
 
-MEAN_ROWS_A_CALL = (4, 8, 16, 32, 64)
+MEAN_ROWS_A_CALL = (4, 16, 64, 256, 1024)
 HELD_OUT_ROWS = 24
 QUICK = {"rows": 256, "rounds": 3}
 
@@ -137,7 +137,7 @@ def judge(found: dict[str, Any]) -> tuple[CostModel, list[list[Any]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--rows", type=int, default=512)
+    p.add_argument("--rows", type=int, default=2048)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--model", default="all-MiniLM-L6-v2")

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "--admission", default=EngineConfig.admission, choices=("prefix", "learned", "cost", "fcfs")
     )
     p.add_argument("--profile", help="step times that surge_beam.gpu.step_times wrote")
-    p.add_argument("--max_tokens", type=positive, default=SamplingParams.max_tokens)
+    p.add_argument("--max_tokens", type=positive, default=256)
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--top_p", type=float, default=1.0)
     p.add_argument("--top_k", type=int, default=0)

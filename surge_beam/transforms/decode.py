@@ -12,6 +12,7 @@ import apache_beam as beam
 from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindow
 from apache_beam.typehints import KV
+from apache_beam.utils.timestamp import MAX_TIMESTAMP, Timestamp
 from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, pack
@@ -21,6 +22,7 @@ from surge_beam.transforms.journal import CompletionJournal, Entry, request_dige
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.plan_files import NAMESPACE, keyed, on_device
 from surge_beam.transforms.prefix_partition import (
+    MAX_DELAY_SECS,
     BatchLimits,
     ByLeadingChunk,
     FormPrefixBatches,
@@ -55,7 +57,8 @@ class RoundConfig:
     Attributes:
       engine: the engine's recipe.
       rounds, slice_tokens, ranges, batch: see ``GenerateConfig``.
-      accelerator: Beam resource hint of the decoding steps.
+      max_delay_secs: seconds a prompt of unbounded input waits at most for others of its kind.
+      accelerator: Beam resource hint of the decoding steps; none where it is empty.
       output, run: where completions are kept as they finish, and under which run; None keeps none.
     """
 
@@ -64,6 +67,7 @@ class RoundConfig:
     slice_tokens: int = 256
     ranges: int | None = None
     batch: BatchLimits = dataclasses.field(default_factory=BatchLimits)
+    max_delay_secs: float = MAX_DELAY_SECS
     accelerator: str = ""
     output: str | None = None
     run: str = ""
@@ -72,10 +76,10 @@ class RoundConfig:
 class DecodeRounds(beam.PTransform):
     """Completes prompts, those that share prefixes together.
 
-    Takes PCollection[bytes], encoded prompt batches, and gives PCollection[KV[str, bytes]]: packed
-    lists of ``Answer`` by owner. In every round but the last a row is given up after
-    ``slice_tokens`` tokens, and goes on in the next, among other rows of its kind from the whole
-    fleet.
+    Takes PCollection[bytes], encoded prompt batches in the global window, and gives
+    PCollection[KV[str, bytes]]: packed lists of ``Answer`` by owner. In every round but the last a
+    row is given up after ``slice_tokens`` tokens, and goes on in the next, among other rows of its
+    kind from the whole fleet.
     """
 
     def __init__(self, config: RoundConfig):
@@ -87,16 +91,17 @@ class DecodeRounds(beam.PTransform):
         batches = (
             prompts
             | "PartitionByPrefix" >> PartitionByPrefix(config.ranges)
-            | "FormBatches" >> FormPrefixBatches(config.batch)
+            | "FormBatches" >> FormPrefixBatches(config.batch, config.max_delay_secs)
         )
         answers = []
         for number in range(1, config.rounds + 1):
             last = number == config.rounds
-            decoded = batches | f"Round{number}" >> on_device(
-                beam.ParDo(_Decode(config, last)).with_outputs("unfinished", main="answers"),
-                config.engine.device,
-                config.accelerator,
+            decode_step = beam.ParDo(_Decode(config, last)).with_outputs(
+                "unfinished", main="answers"
             )
+            if config.accelerator or config.engine.device == "cpu":
+                decode_step = on_device(decode_step, config.engine.device, config.accelerator)
+            decoded = batches | f"Round{number}" >> decode_step
             answers.append(keyed(decoded.answers, KV[str, bytes]))
             if last:
                 break
@@ -106,7 +111,7 @@ class DecodeRounds(beam.PTransform):
                 unfinished
                 | f"Regroup{number}"
                 >> beam.ParDo(ByLeadingChunk(REGROUP_SHARDS)).with_output_types(tuple[int, bytes])
-                | f"FormBatches{number}" >> FormPrefixBatches(config.batch)
+                | f"FormBatches{number}" >> FormPrefixBatches(config.batch, config.max_delay_secs)
             )
         return answers | "Answers" >> beam.Flatten()
 
@@ -128,11 +133,16 @@ class _Decode(beam.DoFn):
 
         config = self._config
         self._worker = shared_decode_worker(config.engine)
+        self._visit = self._worker.visit()
         self._store = Store(config.output) if config.output is not None else None
 
     def start_bundle(self) -> None:
+        # of a bundle that failed, whose rows come again
+        self._visit.close()
         self._visit = self._worker.visit()
-        self._under_way: dict[str, _UnderWay] = {}
+        # rows of one id are decoded one after the other
+        self._under_way: dict[str, list[_UnderWay]] = {}
+        self._earliest: Timestamp = MAX_TIMESTAMP
         self._answers: dict[str, list[Answer]] = {}
         self._counted = 0
         self._stats = _Stats()
@@ -140,23 +150,24 @@ class _Decode(beam.DoFn):
             CompletionJournal(self._store, self._config.run) if self._store is not None else None
         )
 
-    def process(self, data: bytes) -> Iterator[Any]:
+    def process(self, data: bytes, timestamp: Any = beam.DoFn.TimestampParam) -> Iterator[Any]:
         began = time.monotonic()
+        self._earliest = min(self._earliest, timestamp)
         self._visit.add(map(self._begin, requests_of(decode(data))))
         for completion in self._visit.take(keep=2 * self._config.engine.max_sequences):
-            yield from self._end(completion)
+            yield from map(self._placed, self._end(completion))
         self._stats.seconds += time.monotonic() - began
 
     def finish_bundle(self) -> Iterator[Any]:
         began = time.monotonic()
         try:
             for completion in self._visit.take():
-                yield from map(_in_window, self._end(completion))
+                yield from map(self._placed, self._end(completion))
         finally:
             self._visit.close()
             if self._journal is not None:
                 self._journal.close()
-        yield from map(_in_window, self._flush())
+        yield from map(self._placed, self._flush())
         self._stats.seconds += time.monotonic() - began
         self._report()
 
@@ -169,7 +180,8 @@ class _Decode(beam.DoFn):
             until = len(checkpoint.output_ids) + self._config.slice_tokens
             if most is not None and most <= until:
                 until = None
-        self._under_way[request.custom_id] = _UnderWay(owner, row, checkpoint, until)
+        under_way = self._under_way.setdefault(request.custom_id, [])
+        under_way.append(_UnderWay(owner, row, checkpoint, until))
         if until is None:
             return begun
         sampling = dataclasses.replace(request.sampling, max_tokens=until)
@@ -179,7 +191,7 @@ class _Decode(beam.DoFn):
         return dataclasses.replace(begun, request=sliced)
 
     def _end(self, completion: Completion) -> Iterator[Any]:
-        under_way = self._under_way.pop(completion.custom_id)
+        under_way = self._under_way[completion.custom_id].pop(0)
         request = under_way.checkpoint.request
         self._stats.tokens += completion.completion_tokens - len(under_way.checkpoint.output_ids)
         if under_way.gives_up(completion, self._worker.engine.context_length):
@@ -221,6 +233,14 @@ class _Decode(beam.DoFn):
         for owner, answers in self._answers.items():
             yield owner, pack(answers)
         self._answers = {}
+
+    def _placed(self, value: Any) -> Any:
+        """At the earliest timestamp of the bundle: an answer later than the rows it belongs to
+        would let the watermark pass them.
+        """
+        if isinstance(value, beam.pvalue.TaggedOutput):
+            return beam.pvalue.TaggedOutput(value.tag, self._placed(value.value))
+        return WindowedValue(value, self._earliest, (GlobalWindow(),))
 
     def _report(self) -> None:
         """A manifest entry that commits nothing: what a progress line and the report count."""
@@ -269,11 +289,3 @@ class _Stats:
     saved: int = 0
     seconds: float = 0.0
     since: float = dataclasses.field(default_factory=time.monotonic)
-
-
-def _in_window(value: Any) -> Any:
-    window = GlobalWindow()
-    if isinstance(value, beam.pvalue.TaggedOutput):
-        placed = WindowedValue(value.value, window.max_timestamp(), [window])
-        return beam.pvalue.TaggedOutput(value.tag, placed)
-    return WindowedValue(value, window.max_timestamp(), [window])

@@ -1,6 +1,7 @@
 """Bringing prompts that share a prefix together: ranges over the prefix paths, then superbatches.
 
-Elements are Arrow batches of ``prompt_batch.SCHEMA``, encoded by ``prompt_batch.encode``.
+Elements are Arrow batches of ``prompt_batch.SCHEMA``, encoded by ``prompt_batch.encode``. Columns
+beside those of the schema travel along, if all batches have them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,25 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import json
+import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 import xxhash
+from apache_beam.coders import BytesCoder, PickleCoder
+from apache_beam.transforms.timeutil import TimeDomain
+from apache_beam.transforms.userstate import (
+    BagStateSpec,
+    ReadModifyWriteStateSpec,
+    TimerSpec,
+    on_timer,
+)
+from apache_beam.transforms.window import GlobalWindows
+from apache_beam.utils.timestamp import Timestamp
+from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.policy.prefix_ranges import (
     form_superbatches,
@@ -36,6 +50,7 @@ SAMPLE_ROWS = 100_000
 RANGE_TOKENS = 4_000_000
 MAX_RANGES = 4096
 UNBOUNDED_CHUNKS = 1
+MAX_DELAY_SECS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,18 +85,33 @@ class PartitionByPrefix(beam.PTransform):
     ranges as it needs, and rare ones pool (``policy.prefix_ranges.range_cuts``). Unbounded input
     has no quantiles; there the key is a digest of the leading chunk.
 
-    Takes PCollection[bytes], encoded prompt batches, and gives PCollection[KV[int, bytes]]: parts
-    of them by range.
+    Takes a PCollection of prompt batches, as ``pa.RecordBatch`` or as the bytes of
+    ``prompt_batch.encode``, and gives PCollection[KV[int, bytes]]: parts of them by range, encoded.
+    Windows are kept; the ranges are those of all windows together::
+
+        prompts = prompt_batch(["a", "a"], [0, 1], ["id-0", "id-1"], token_ids, sampling)
+        (
+            p
+            | beam.Create([prompts])
+            | PartitionByPrefix(ranges=8)
+            | FormPrefixBatches(BatchLimits(rows=512))
+            | beam.Map(prompt_batch.decode)
+        )
 
     Args:
       ranges: how many; None takes one for every ``RANGE_TOKENS`` tokens.
       shards: keys of unbounded input.
+
+    Raises:
+      ValueError: if ``ranges`` or ``shards`` is below 1.
     """
 
     def __init__(self, ranges: int | None = None, shards: int = 64):
         super().__init__()
         if ranges is not None and ranges < 1:
             raise ValueError(f"ranges must be at least 1, not {ranges}")
+        if shards < 1:
+            raise ValueError(f"shards must be at least 1, not {shards}")
         self._ranges = ranges
         self._shards = shards
 
@@ -93,6 +123,7 @@ class PartitionByPrefix(beam.PTransform):
         cuts = (
             batches
             | "Sample" >> beam.ParDo(_Sample()).with_output_types(bytes)
+            | "AllWindows" >> beam.WindowInto(GlobalWindows())
             | "BottomK" >> beam.CombineGlobally(_BottomK(SAMPLE_ROWS))
             | "Cuts" >> beam.Map(_cuts, self._ranges).with_output_types(bytes)
         )
@@ -101,11 +132,15 @@ class PartitionByPrefix(beam.PTransform):
         ).with_output_types(tuple[int, bytes])
 
 
+def _batch(element: pa.RecordBatch | bytes) -> pa.RecordBatch:
+    return element if isinstance(element, pa.RecordBatch) else decode(element)
+
+
 class _Sample(beam.DoFn):
     """Id digest, path and tokens of every prompt."""
 
-    def process(self, data: bytes) -> Iterator[bytes]:
-        batch = decode(data)
+    def process(self, element: pa.RecordBatch | bytes) -> Iterator[bytes]:
+        batch = _batch(element)
         ids = map(id_digest, batch.column("custom_id").to_pylist())
         rows = zip(ids, prefix_paths(batch), prompt_tokens(batch).tolist(), strict=True)
         yield pack(list(rows))
@@ -146,8 +181,10 @@ def _cuts(sampled: bytes, ranges: int | None) -> bytes:
 
 
 class _ByRange(beam.DoFn):
-    def process(self, data: bytes, packed: bytes) -> Iterator[tuple[int, bytes]]:
-        batch, cuts = decode(data), unpack(packed)
+    def process(
+        self, element: pa.RecordBatch | bytes, packed: bytes
+    ) -> Iterator[tuple[int, bytes]]:
+        batch, cuts = _batch(element), unpack(packed)
         ids = map(id_digest, batch.column("custom_id").to_pylist())
         keys = [range_of(cuts, p, i) for p, i in zip(prefix_paths(batch), ids, strict=True)]
         yield from _by_key(batch, keys)
@@ -159,8 +196,8 @@ class ByLeadingChunk(beam.DoFn):
     def __init__(self, shards: int):
         self._shards = shards
 
-    def process(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        batch = decode(data)
+    def process(self, element: pa.RecordBatch | bytes) -> Iterator[tuple[int, bytes]]:
+        batch = _batch(element)
         leading = [leading_key(path, UNBOUNDED_CHUNKS) for path in prefix_paths(batch)]
         yield from _by_key(batch, [xxhash.xxh3_64_intdigest(x) % self._shards for x in leading])
 
@@ -174,26 +211,44 @@ def _by_key(batch: pa.RecordBatch, keys: list[int]) -> Iterator[tuple[int, bytes
 class FormPrefixBatches(beam.PTransform):
     """Forms superbatches of prompts that share prefixes.
 
-    Takes PCollection[KV[int, bytes]] as ``PartitionByPrefix`` gives it. A range is sorted by
-    prefix path, which is a depth-first walk of its prefix tree, and cut where neighbours share
-    least within the limits. Gives PCollection[bytes], encoded prompt batches, each a superbatch.
-    They are shuffled, so that they are decoded side by side and a retry sees the same ones.
+    Takes PCollection[KV[int, bytes]] as ``PartitionByPrefix`` gives it (there is the example). A
+    range is sorted by prefix path, which is a depth-first walk of its prefix tree, and cut where
+    neighbours share least within the limits. Gives PCollection[bytes], encoded prompt batches,
+    each a superbatch of one window. They are shuffled, so that they are decoded side by side and a
+    retry sees the same ones.
+
+    A range of bounded input is grouped as a whole. Of unbounded input a key's prompts are held in
+    state until they reach one of the limits, until the window ends, or until ``max_delay_secs``
+    after the first of them, whatever the input's trigger; windows that merge are not to be had
+    there.
 
     Args:
       limits: of a superbatch, all at once.
+      max_delay_secs: seconds a prompt of unbounded input waits at most, in processing time.
+
+    Raises:
+      ValueError: if ``max_delay_secs`` is not above 0.
     """
 
-    def __init__(self, limits: BatchLimits):
+    def __init__(self, limits: BatchLimits | None = None, max_delay_secs: float = MAX_DELAY_SECS):
         super().__init__()
-        self._limits = limits
+        if max_delay_secs <= 0:
+            raise ValueError(f"max_delay_secs must be above 0, not {max_delay_secs}")
+        self._limits = limits or BatchLimits()
+        self._max_delay_secs = max_delay_secs
 
     def expand(self, keyed: beam.PCollection) -> beam.PCollection:
-        return (
-            keyed
-            | "GroupRange" >> beam.GroupByKey()
-            | "Form" >> beam.ParDo(_Form(self._limits)).with_output_types(bytes)
-            | "SpreadBatches" >> beam.Reshuffle()
-        )
+        if keyed.is_bounded:
+            formed = (
+                keyed
+                | "GroupRange" >> beam.GroupByKey()
+                | "Form" >> beam.ParDo(_Form(self._limits)).with_output_types(bytes)
+            )
+        else:
+            formed = keyed | "FormAsTheyCome" >> beam.ParDo(
+                _FormAsTheyCome(self._limits, self._max_delay_secs)
+            ).with_output_types(bytes)
+        return formed | "SpreadBatches" >> beam.Reshuffle()
 
 
 class _Form(beam.DoFn):
@@ -201,8 +256,106 @@ class _Form(beam.DoFn):
         self._limits = limits
 
     def process(self, grouped: tuple[int, Iterable[bytes]]) -> Iterator[bytes]:
-        for batch in superbatches(join(map(decode, grouped[1])), self._limits):
-            yield encode(batch)
+        yield from _superbatches(grouped[1], self._limits)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What a key holds in state.
+
+    Attributes:
+      sizes: int64 [3]: rows, tokens, bytes of keys and values.
+      earliest: of the timestamps.
+      due: seconds since 1970 at which it leaves.
+    """
+
+    sizes: np.ndarray
+    earliest: Timestamp
+    due: float
+
+
+class _FormAsTheyCome(beam.DoFn):
+    """Holds the prompts of a key in state; every flush empties it."""
+
+    PARTS = beam.DoFn.StateParam(BagStateSpec("parts", BytesCoder()))
+    HELD = beam.DoFn.StateParam(ReadModifyWriteStateSpec("held", PickleCoder()))
+    WINDOW_END = TimerSpec("window_end", TimeDomain.WATERMARK)
+    DELAY = TimerSpec("delay", TimeDomain.REAL_TIME)
+    SET_WINDOW_END = beam.DoFn.TimerParam(WINDOW_END)
+    SET_DELAY = beam.DoFn.TimerParam(DELAY)
+
+    def __init__(self, limits: BatchLimits, max_delay_secs: float):
+        self._limits = limits
+        self._most = np.array([limits.rows, limits.tokens, limits.kv_bytes])
+        self._max_delay_secs = max_delay_secs
+
+    def process(
+        self,
+        element: tuple[int, bytes],
+        window: Any = beam.DoFn.WindowParam,
+        timestamp: Any = beam.DoFn.TimestampParam,
+        parts: Any = PARTS,
+        held: Any = HELD,
+        window_end: Any = SET_WINDOW_END,
+        delay: Any = SET_DELAY,
+    ) -> Iterator[WindowedValue]:
+        batch = decode(element[1])
+        sizes = np.array(
+            [batch.num_rows, prompt_tokens(batch).sum(), kv_bytes(batch, self._limits).sum()]
+        )
+        found: _Held | None = held.read()
+        if found is not None and (found.sizes + sizes > self._most).any():
+            yield from self._flush(window, parts, held, delay)
+            found = None
+        if found is None:
+            found = _Held(np.zeros(3, np.int64), timestamp, time.time() + self._max_delay_secs)
+            # DirectRunner never fires the other one if it stands alone
+            window_end.set(window.max_timestamp())
+            delay.set(found.due)
+        elif timestamp < found.earliest:
+            # the timer holds the watermark where it was set
+            delay.set(found.due)
+        found = _Held(found.sizes + sizes, min(found.earliest, timestamp), found.due)
+        parts.add(element[1])
+        held.write(found)
+        if (found.sizes >= self._most).any():
+            yield from self._flush(window, parts, held, delay)
+
+    @on_timer(WINDOW_END)
+    def at_window_end(
+        self,
+        window: Any = beam.DoFn.WindowParam,
+        parts: Any = PARTS,
+        held: Any = HELD,
+        delay: Any = SET_DELAY,
+    ) -> Iterator[WindowedValue]:
+        yield from self._flush(window, parts, held, delay)
+
+    @on_timer(DELAY)
+    def after_delay(
+        self,
+        window: Any = beam.DoFn.WindowParam,
+        parts: Any = PARTS,
+        held: Any = HELD,
+        delay: Any = SET_DELAY,
+    ) -> Iterator[WindowedValue]:
+        yield from self._flush(window, parts, held, delay)
+
+    def _flush(self, window: Any, parts: Any, held: Any, delay: Any) -> Iterator[WindowedValue]:
+        found: _Held | None = held.read()
+        if found is None:
+            return
+        data = list(parts.read())
+        parts.clear()
+        held.clear()
+        delay.clear()
+        for batch in _superbatches(data, self._limits):
+            yield WindowedValue(batch, found.earliest, (window,))
+
+
+def _superbatches(parts: Iterable[bytes], limits: BatchLimits) -> Iterator[bytes]:
+    for batch in superbatches(join(map(decode, parts)), limits):
+        yield encode(batch)
 
 
 def superbatches(batch: pa.RecordBatch, limits: BatchLimits) -> Iterator[pa.RecordBatch]:
@@ -210,18 +363,22 @@ def superbatches(batch: pa.RecordBatch, limits: BatchLimits) -> Iterator[pa.Reco
     paths, ids = prefix_paths(batch), batch.column("custom_id").to_pylist()
     order = sorted(range(batch.num_rows), key=lambda i: (paths[i], id_digest(ids[i]), ids[i]))
     batch = rows_where(batch, np.array(order, np.int64))
-    tokens = prompt_tokens(batch)
-    outputs = np.array([_outputs(text, limits) for text in batch.column("sampling").to_pylist()])
     cut = form_superbatches(
         [paths[i] for i in order],
-        tokens,
-        (tokens + outputs) * limits.kv_bytes_per_token,
+        prompt_tokens(batch),
+        kv_bytes(batch, limits),
         max_rows=limits.rows,
         max_tokens=limits.tokens,
         max_kv_bytes=limits.kv_bytes,
     )
     for rows in cut:
         yield batch.slice(rows.start, len(rows))
+
+
+def kv_bytes(batch: pa.RecordBatch, limits: BatchLimits) -> np.ndarray:
+    """Bytes that keys and values of a prompt and its output are predicted to take, int64 [n]."""
+    outputs = [_outputs(text, limits) for text in batch.column("sampling").to_pylist()]
+    return (prompt_tokens(batch) + np.array(outputs, np.int64)) * limits.kv_bytes_per_token
 
 
 def _outputs(sampling: str, limits: BatchLimits) -> int:

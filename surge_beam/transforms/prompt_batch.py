@@ -90,8 +90,9 @@ def requests_of(batch: pa.RecordBatch) -> Iterator[tuple[str, int, Request | Che
 
 
 def join(batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
-    """Batches of ``SCHEMA`` as one."""
-    table = pa.Table.from_batches(list(batches), SCHEMA).combine_chunks()
+    """Batches of ``SCHEMA`` as one; where all have the same columns beside it, with them."""
+    parts = list(batches)
+    table = pa.Table.from_batches(parts, parts[0].schema if parts else SCHEMA).combine_chunks()
     found = table.to_batches()
     return found[0] if found else SCHEMA.empty_table().to_batches()[0]
 

@@ -65,7 +65,7 @@ class Figures:
     """What the manifest entries of one run say, in numbers.
 
     Attributes:
-      batches: one row a SuperBatch, by the time it ended.
+      batches: one row a SuperBatch, or a stretch of decoding, by the time it ended.
       sizes: how many partitions had 0 rows, 1, 2 to 3, 4 to 7, ... by the bits of the row count.
       largest: ``(rows, folder)`` of the largest partitions, largest first.
       letters: ``(folder, part)`` of a few partitions with dead letters.
@@ -88,9 +88,9 @@ def collect(store: Store, run: str) -> Figures:
     largest: list[tuple[int, str]] = []
     letters: list[tuple[str, int]] = []
     for header, lines in manifest.entries(store, run=run):
-        if "superbatch" in header:
+        if "texts" in header or "decoded" in header:
             batches.append(tuple(header.get(key) or 0 for key in _KEYS))
-        elif not header.get("published"):
+        if "superbatch" not in header and not header.get("published"):
             continue
         for line in lines:
             if "superbatch" in header and line["dead_letters"] and len(letters) < LETTER_FILES:
@@ -171,8 +171,9 @@ _VARIABLES = {
     _RED: "--red",
 }
 _USUAL = (0.135, 0.165, 0.84, 0.73)
+_WIDE = frozenset({"fate", "prefixes"})
 _AXES = {
-    "fate": (0.02, 0.42, 0.96, 0.3),
+    **dict.fromkeys(_WIDE, (0.02, 0.42, 0.96, 0.3)),
     "batches": (0.135, 0.165, 0.84, 0.66),
     "sizes": (0.135, 0.165, 0.84, 0.81),
 }
@@ -214,19 +215,22 @@ def draw(report: dict[str, Any], figures: Figures) -> dict[str, str]:
         wanted["fate"] = _draw_fate
     if len(figures.batches):
         wanted["throughput"] = _draw_throughput
-        wanted["batches"] = _draw_batches
+        if figures.batches["texts"].any():
+            wanted["batches"] = _draw_batches
         if figures.encoded.any():
             wanted["costs"] = _draw_costs
         if figures.batches["padded"].any():
             wanted["padding"] = _draw_padding
         if figures.batches["peak"].any():
             wanted["memory"] = _draw_memory
+    if report.get("prompt_tokens"):
+        wanted["prefixes"] = _draw_prefixes
     if figures.sizes:
         wanted["sizes"] = _draw_sizes
     pictures = {}
     for name, plot in wanted.items():
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-            wide = name == "fate"
+            wide = name in _WIDE
             figure = Figure(figsize=(10.6, 1.25) if wide else (5.2, 3.1))
             # margins that are measured would take a second pass over every text
             plot(figure.add_axes(_AXES.get(name, _USUAL)), report, figures)
@@ -268,16 +272,38 @@ def _draw_fate(axes: Any, report: dict[str, Any], figures: Figures) -> None:
 
 
 def _fate(report: dict[str, Any]) -> list[tuple[str, int, str]]:
-    encoded = report.get("rows_encoded", 0)
+    done = report.get(f"rows_{_done(report)}", 0)
     return [
-        ("encoded by this run", encoded, _BLUE),
-        ("kept from earlier runs", max(report.get("rows_out", 0) - encoded, 0), _GREEN),
+        (f"{_done(report)} by this run", done, _BLUE),
+        ("kept from earlier runs", max(report.get("rows_out", 0) - done, 0), _GREEN),
         ("dead letters", report.get("dead_letters", 0), _RED),
     ]
 
 
+def _done(report: dict[str, Any]) -> str:
+    """What the job did to its rows."""
+    return "decoded" if "rows_decoded" in report else "encoded"
+
+
+def _draw_prefixes(axes: Any, report: dict[str, Any], figures: Figures) -> None:
+    total, saved = report["prompt_tokens"], report["prefix_tokens_saved"]
+    for label, tokens, left, colour in (
+        ("shared, not computed again", saved, 0, _GREEN),
+        ("computed", max(total - saved, 0), saved, _BLUE),
+    ):
+        axes.barh(0, tokens, 0.5, left=left, color=colour, label=f"{label}: {tokens:,}")
+    axes.set(xlim=(0, max(total, saved)), ylim=(-0.3, 0.3), yticks=[], xlabel="prompt tokens")
+    axes.spines["left"].set_visible(False)
+    axes.grid(False)
+    _ticks(axes.xaxis, _short)
+    _legend(axes)
+
+
 def _began(report: dict[str, Any], figures: Figures) -> float:
+    """When the run began, in the clock of the entries."""
     first = float(figures.batches["ended"][0])
+    if _done(report) == "decoded":
+        return first - float(figures.batches["seconds"][0])
     return first - (report.get("seconds_to_first_output") or 0.0)
 
 
@@ -532,14 +558,16 @@ _TITLES = {
     "costs": "Encode time against texts",
     "padding": "Padding",
     "memory": "Memory",
+    "prefixes": "Prompt tokens",
 }
 _CAPTIONS = {
     "fate": "The whole input as the output now holds it.",
-    "throughput": "Rows committed per second. The first step holds the start: listing, planning"
-    " and loading the model.",
+    "throughput": "Rows per second, as they were committed or decoded. The first step of an"
+    " embedding holds the start: listing, planning and loading the model.",
     "batches": "Identical texts of a SuperBatch are encoded once, and texts of earlier SuperBatches"
     " are taken from a cache.",
-    "sizes": "Partitions that this run encoded, by rows; both axes are logarithmic.",
+    "prefixes": "A prefix that rows share is computed once while they are decoded together.",
+    "sizes": "Partitions of this run, by rows; both axes are logarithmic.",
     "costs": "The cost model T = tau + c n: seconds a call, and seconds a text.",
     "padding": "What rows of unequal length waste in a padded micro-batch. Models that are encoded"
     " packed compute none of it.",
@@ -599,12 +627,12 @@ def render(
       letters: a few dead letters.
     """
     body = [
-        "<h1>Embedding report</h1>",
+        f"<h1>{_heading(report)}</h1>",
         f'<p class="soft">Run {_text(report["run"])}</p>',
         *_tiles(report),
     ]
-    if not report.get("superbatches") and not report.get("partitions_encoded"):
-        body.append("<p>This run had nothing to encode: what can be read is up to date.</p>")
+    if not report.get("superbatches") and not _partitions(report):
+        body.append("<p>This run had nothing to do: what can be read is up to date.</p>")
     if pictures is None:
         body.append(
             "<p>There are no pictures, since matplotlib is not installed:"
@@ -615,7 +643,7 @@ def render(
     elif pictures:
         body += ["<h2>Pictures</h2>", '<div class="pictures">']
         for name, svg in pictures.items():
-            wide = ' class="wide"' if name == "fate" else ""
+            wide = ' class="wide"' if name in _WIDE else ""
             body.append(
                 f"<figure{wide}><h3>{_TITLES[name]}</h3>{svg}"
                 f"<figcaption>{_CAPTIONS[name]}</figcaption></figure>"
@@ -653,19 +681,32 @@ def render(
         '<meta http-equiv="Content-Security-Policy"'
         " content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Embedding report</title>\n<style>{_CSS}</style></head>\n<body>\n"
+        f"<title>{_heading(report)}</title>\n<style>{_CSS}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
 
 
+def _heading(report: dict[str, Any]) -> str:
+    return "Generation report" if _done(report) == "decoded" else "Embedding report"
+
+
+def _partitions(report: dict[str, Any]) -> int | None:
+    return report.get("partitions_generated", report.get("partitions_encoded"))
+
+
 def _tiles(report: dict[str, Any]) -> Iterator[str]:
     tiles = [
-        ("rows encoded", _count(report, "rows_encoded")),
-        ("partitions encoded", _count(report, "partitions_encoded")),
+        (f"rows {_done(report)}", _count(report, f"rows_{_done(report)}")),
+        ("partitions", _if(_partitions(report), lambda n: f"{n:,}")),
         ("dead letters", _count(report, "dead_letters")),
         ("time", _if(report.get("seconds"), _duration)),
-        ("rows per second", _if(report.get("texts_per_second"), _short)),
+    ]
+    if _done(report) == "decoded":
+        tiles.append(("tokens per second", _if(report.get("tokens_per_second"), _short)))
+    else:
+        tiles.append(("rows per second", _if(report.get("texts_per_second"), _short)))
+    tiles += [
         ("peak memory", _if(report.get("peak_memory"), _bytes)),
     ]
     yield '<div class="tiles">'
@@ -685,9 +726,9 @@ def _tables(
             ("rows in", _count(report, "rows_in")),
             ("rows out", _count(report, "rows_out")),
             ("dead letters", _count(report, "dead_letters")),
-            ("partitions encoded", _count(report, "partitions_encoded")),
+            ("partitions of this run", _if(_partitions(report), lambda n: f"{n:,}")),
             ("partitions skipped, up to date", _count(report, "partitions_skipped")),
-            ("partitions that could not be encoded", _count(report, "partitions_failed")),
+            ("partitions of which nothing could be used", _count(report, "partitions_failed")),
             ("stale partitions, input gone", _count(report, "partitions_stale", zero=False)),
             ("stale partitions removed", _count(report, "partitions_pruned", zero=False)),
             ("largest partition, rows", _count(report, "largest_partition")),
@@ -702,6 +743,7 @@ def _tables(
             ("whole run", _if(get("seconds"), _duration)),
             ("to the first output", _if(get("seconds_to_first_output"), _duration)),
             ("encoding", _if(get("encode_seconds"), _duration)),
+            ("decoding, all workers", _if(get("decode_seconds"), _duration)),
             ("encoding, as the cost model predicts", _if(get("predicted_seconds"), _duration)),
             ("tau, a call", _if(get("tau_seconds_per_call"), _seconds)),
             ("c, a text", _if(get("c_seconds_per_text"), _seconds)),
@@ -713,7 +755,16 @@ def _tables(
         [
             ("SuperBatches", _count(report, "superbatches")),
             ("rows encoded", _count(report, "rows_encoded")),
+            ("rows decoded", _count(report, "rows_decoded")),
+            ("rows decoded by earlier runs", _count(report, "rows_reused")),
             ("tokens", _count(report, "tokens")),
+            ("tokens decoded", _count(report, "tokens_decoded")),
+            ("prompt tokens", _count(report, "prompt_tokens")),
+            (
+                "prompt tokens that shared a prefix",
+                _with_share(get("prefix_tokens_saved"), get("prompt_tokens") or 0),
+            ),
+            *_reasons(report),
             ("padding, share of padded tokens", _if(get("padding_share"), _share)),
             ("duplicates saved", _with_share(get("duplicates_saved"), texts)),
             ("texts known from the cache", _with_share(get("cached_texts"), texts)),
@@ -734,6 +785,11 @@ def _tables(
             ("input bytes it never passes (max_bytes)", _if(get("max_bytes"), _bytes)),
         ],
     )
+
+
+def _reasons(report: dict[str, Any]) -> list[tuple[str, str | None]]:
+    counts = report.get("finish_reasons") or {}
+    return [(f"ended with {reason}", f"{count:,}") for reason, count in counts.items()]
 
 
 def _size_rows(figures: Figures) -> Iterator[tuple[str, str]]:

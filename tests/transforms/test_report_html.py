@@ -146,13 +146,41 @@ def has_matplotlib() -> None:
 
 
 @pytest.mark.usefixtures("has_matplotlib")
+def test_the_page_of_a_generation(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    decoded = {"decoded": True, "rows": 60, "tokens": 900, "seconds": 2.0, "ended": BEGAN + 4}
+    manifest.write(store, RUN, "decoded-1", decoded, [])
+    block = {"superbatch": "a", "partitions": 1, "rows_out": 60, "ended": BEGAN + 5}
+    manifest.write(store, RUN, "a", block, [line("k=1", 60)])
+    report = {
+        "run": RUN, "rows_in": 61, "rows_out": 60, "dead_letters": 0, "superbatches": 1,
+        "partitions_generated": 1, "rows_decoded": 60, "rows_reused": 1, "tokens_decoded": 900,
+        "prompt_tokens": 7000, "prefix_tokens_saved": 6300, "finish_reasons": {"stop": 60},
+        "tokens_per_second": 450.0, "seconds": 5.0, "seconds_to_first_output": 5.0,
+    }  # fmt: skip
+    page = page_of(store, report)
+    found = assert_alone(page)
+    shown = [n for n in report_html._TITLES if f">{report_html._TITLES[n]}<" in page]
+    assert sorted(shown) == ["fate", "prefixes", "sizes", "throughput"]
+    assert found.tags["svg"] == len(shown)
+    for text in (
+        "Generation report",
+        "decoded by this run: 60",
+        "6,300 (90.0%)",
+        "ended with stop",
+    ):
+        assert text in page
+    assert "ncoded" not in found.text
+
+
+@pytest.mark.usefixtures("has_matplotlib")
 def test_the_page_has_every_picture_and_loads_nothing(tmp_path: Path) -> None:
     page = page_of(store_of(tmp_path, 12), report_of(12))
     found = assert_alone(page)
     assert found.tags["svg"] == len(PICTURES)
     assert "http:" not in page and "https:" not in page
-    for title in report_html._TITLES.values():
-        assert title in page
+    for name in PICTURES:
+        assert report_html._TITLES[name] in page
     # every colour is one of the page's, so that it follows light and dark
     assert "#0102" not in page
     for words in ("rows/s", "time since the start (s)", "memory of a process (MiB)", "1,200"):
@@ -204,7 +232,7 @@ def test_a_run_with_nothing_to_do(tmp_path: Path) -> None:
     report = report_of(0, rows_encoded=0, rows_in=50, rows_out=50, dead_letters=0)
     report.update(seconds_to_first_output=None, tau_seconds_per_call=None)
     page = page_of(Store(str(tmp_path)), report)
-    assert "nothing to encode" in assert_alone(page).text
+    assert "nothing to do" in assert_alone(page).text
 
 
 @pytest.mark.parametrize(
