@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -56,6 +55,16 @@ from surge_beam.transforms.read import (
     row_letter,
     write_unreadable,
 )
+from surge_beam.transforms.row_ids import (
+    Doubled,
+    DropDoubled,
+    FindDoubled,
+    Remembered,
+    by_shard,
+    forget,
+    id_digest_bytes,
+    remember,
+)
 from surge_beam.transforms.superbatch import refuse_dask
 from surge_beam.transforms.textfiles import LINE_COLUMN
 from surge_beam.transforms.tokenizing import Tokenizing
@@ -71,7 +80,6 @@ COLUMNS = pa.schema(
     ]
 )
 OUTPUT_LINE = "output"
-ID_SHARDS = 64
 # rows of an encoded prompt batch: some thousand tokens each keep it within a few MB
 PIECE_ROWS = 256
 
@@ -113,6 +121,11 @@ class GenerateConfig(FileJob):
     def limits(self, model: CostModel | None) -> Limits:
         """Blocks are closed as soon as they are full; no cost decides."""
         return Limits(min_rows=self.max_rows, max_rows=self.max_rows, max_bytes=self.max_bytes)
+
+    @property
+    def names_rows(self) -> bool:
+        """Whether rows bring ids of their own, which may be doubled."""
+        return self.prompts.lines or self.prompts.id_column is not None
 
     @property
     def round(self) -> RoundConfig:
@@ -184,15 +197,25 @@ class GenerateFiles(beam.PTransform):
         prompts = tokenized.prompts
         prompts.element_type = bytes
         outcomes = [keyed(tokenized.begun, KV[str, bytes])]
-        if config.prompts.lines or config.prompts.id_column is not None:
+        if config.names_rows:
+            read = tokenized.begun | "BlocksRead" >> beam.combiners.Count.Globally()
+            remembered = (
+                pipeline
+                | "Ids" >> beam.Create([None])
+                | "Remembered"
+                >> beam.ParDo(
+                    Remembered(config.output), beam.pvalue.AsSingleton(read)
+                ).with_output_types(tuple[int, bytes])
+            )
             doubled = (
-                keyed(tokenized.ids, KV[int, bytes])
+                (keyed(tokenized.ids, KV[int, bytes]), remembered)
+                | "AllIds" >> beam.Flatten()
                 | "GroupIds" >> beam.GroupByKey()
-                | "FindDoubled" >> beam.ParDo(_FindDoubled()).with_output_types(tuple[str, bytes])
+                | "FindDoubled" >> beam.ParDo(FindDoubled()).with_output_types(tuple[str, bytes])
             )
             outcomes.append(doubled)
             prompts = prompts | "DropDoubled" >> beam.ParDo(
-                _DropDoubled(), beam.pvalue.AsMultiMap(doubled)
+                DropDoubled(), beam.pvalue.AsMultiMap(doubled)
             ).with_output_types(bytes)
         answers = prompts | "Decode" >> DecodeRounds(config.round)
         committed = (
@@ -245,13 +268,6 @@ class Begun:
     rows: int
     refused: dict[int, Refusal]
     known: dict[int, Completion]
-
-
-@dataclasses.dataclass(frozen=True)
-class Doubled:
-    """Rows of a block whose id an earlier row has, and why they are refused."""
-
-    refused: dict[int, Refusal]
 
 
 class _Blocks(beam.DoFn):
@@ -308,7 +324,9 @@ class _Tokenize(_Blocks):
         yield beam.pvalue.TaggedOutput(
             "begun", (plan.id, pack(Begun(plan, len(requests), refused, known)))
         )
-        yield from self._ids(plan, origin, accepted)
+        if self._config.names_rows:
+            forget(self._store, plan)
+            yield from self._ids(plan, origin, accepted)
         left = {i: r for i, r in accepted.items() if i not in known}
         yield from self._batches(plan, left)
 
@@ -316,17 +334,13 @@ class _Tokenize(_Blocks):
         self, plan: SuperBatchPlan, origin: np.ndarray, accepted: dict[int, Request]
     ) -> Iterator[Any]:
         """Where every id stands, by a digest of it."""
-        if not self._config.prompts.lines and self._config.prompts.id_column is None:
-            return
-        shards: dict[int, list[tuple[bytes, str, int, str, int]]] = {}
+        places = []
         for i, request in accepted.items():
-            text = request.custom_id.encode("utf-8", "surrogatepass")
-            digest = hashlib.blake2b(text, digest_size=16).digest()
             file, number = origin[i].tolist()
-            place = (digest, plan.files[file].name, number, plan.id, i)
-            shards.setdefault(digest[0] % ID_SHARDS, []).append(place)
-        for shard, places in shards.items():
-            yield beam.pvalue.TaggedOutput("ids", (shard, pack(places)))
+            name = plan.files[file].name
+            places.append((id_digest_bytes(request.custom_id), name, number, plan.id, i))
+        for pair in by_shard(places):
+            yield beam.pvalue.TaggedOutput("ids", pair)
 
     def _batches(self, plan: SuperBatchPlan, left: dict[int, Request]) -> Iterator[bytes]:
         rows = list(left)
@@ -342,39 +356,6 @@ class _Tokenize(_Blocks):
                     [sampling_json(r.sampling) for r in requests],
                 )
             )
-
-
-class _FindDoubled(beam.DoFn):
-    """Of rows with one id the first in input order keeps it."""
-
-    def process(self, grouped: tuple[int, Iterable[bytes]]) -> Iterator[tuple[str, bytes]]:
-        places = sorted({place for data in grouped[1] for place in unpack(data)})
-        doubled: dict[str, dict[int, Refusal]] = {}
-        first = None
-        for place in places:
-            if first is None or place[0] != first[0]:
-                first = place
-                continue
-            _, _, _, owner, row = place
-            message = f"row {first[2]} of {first[1]} has this id already"
-            doubled.setdefault(owner, {})[row] = Refusal("duplicate_custom_id", message)
-        for owner, refused in doubled.items():
-            yield owner, pack(Doubled(refused))
-
-
-class _DropDoubled(beam.DoFn):
-    def process(self, data: bytes, doubled: Any) -> Iterator[bytes]:
-        from surge_beam.transforms.prompt_batch import decode, rows_where
-
-        batch = decode(data)
-        owner = batch.column("owner")[0].as_py()
-        gone = {row for found in doubled[owner] for row in unpack(found).refused}
-        if not gone:
-            yield data
-            return
-        keep = np.array([row not in gone for row in batch.column("row").to_pylist()])
-        if keep.any():
-            yield encode(rows_where(batch, keep))
 
 
 @dataclasses.dataclass
@@ -480,13 +461,13 @@ class _Commit(_Blocks):
                     self._config.read, plan, read, row, stage, outcome.error, outcome.message
                 )
             )
-        completions = [c for c in found if isinstance(c, Completion)]
         completions = [c for row in done for c in [found[row]] if isinstance(c, Completion)]
         table = read.table
         if len(done) < table.num_rows:
             table = table.take(pa.array(done, pa.int64()))
-        added = self._lines(table, completions) if self._config.prompts.lines else None
-        if added is None:
+        if self._config.prompts.lines:
+            added = self._lines(table, completions)
+        else:
             values = (
                 [c.text for c in completions],
                 [c.finish_reason for c in completions],
@@ -539,8 +520,19 @@ class _Commit(_Blocks):
             "finish_reasons": dict(sorted(reasons.items())),
             "peak_memory": peak_rss(),
         }
+        if self._config.names_rows:
+            self._remember(block, segments)
         self._committer.commit(block.begun.plan.id, segments, header)
         return header, sorted({s.segment.fingerprint for s in segments if s.segment.parts > 1})
+
+    def _remember(self, block: _Block, segments: list[OutputSegment]) -> None:
+        offset = 0
+        for read, written in zip(block.segments, segments, strict=True):
+            rows = range(offset, offset + read.table.num_rows)
+            offset = rows.stop
+            found = [block.outcomes[row] for row in rows]
+            ids = [x.custom_id for x in found if isinstance(x, Completion)]
+            remember(self._store, written.segment, ids)
 
     @staticmethod
     def _outputs(result: tuple[dict, list[str]]) -> Iterator[Any]:

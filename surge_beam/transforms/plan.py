@@ -17,6 +17,7 @@ from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.read import FILE_LETTERS, SCANS, UNREADABLE, FileRuns, expand_ranges
 from surge_beam.transforms.write import ROW_LETTERS
 
+IDS = "_surge/ids"
 SINGLE_CHUNKS = 128
 MAX_CHUNK = 8
 
@@ -322,9 +323,10 @@ class Planner:
             store.remove(path)
             store.remove_empty_folders(posixpath.dirname(path))
         known = {digest(folder) for folder in self._runs.folders}
-        for path in list(store.walk(ROW_LETTERS)):
-            if path.split("/")[-2] not in known:
-                store.remove(path)
+        for folder in (ROW_LETTERS, IDS):
+            for path in list(store.walk(folder)):
+                if path.split("/")[-2] not in known:
+                    store.remove(path)
         self.summary.partitions_pruned = self.summary.partitions_stale
         s = self.summary
         s.partitions_stale = s.rows_stale = s.letters_stale = s.unreadable_stale = 0
