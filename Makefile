@@ -7,11 +7,17 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 OUT := out
 
+define NEWLINE
+
+
+endef
+
 .DEFAULT_GOAL := help
-.PHONY: help venv embed test test-vllm lint format benchmark clean
+.PHONY: help venv embed generate test test-vllm lint format benchmark clean
 
 help:
 	@echo "make embed      build a corpus of docstrings, embed it, search it"
+	@echo "make generate   build prompts of docstrings, have a language model summarise them"
 	@echo "make test       all tests; PYTEST_ARGS adds to pytest's arguments"
 	@echo "make test-vllm  the engine against vLLM, in an environment of its own"
 	@echo "make lint       formatting, ruff, mypy"
@@ -56,6 +62,17 @@ embed: venv
 	@echo
 	@echo "corpus:     $(CURDIR)/$(OUT)/docstrings"
 	@echo "embeddings: $(CURDIR)/$(OUT)/embedded"
+
+generate: export HF_HUB_OFFLINE := 1
+generate: export STOP := $(NEWLINE)
+generate: venv
+	$(BIN)/python examples/prompts.py build $(OUT)/prompts
+	$(BIN)/python pipelines/generate_corpus.py --input $(OUT)/prompts --output $(OUT)/generated \
+		--prompt_column prompt --keep_columns module,qualname,text --max_tokens 32 --stop "$$STOP"
+	$(BIN)/python examples/prompts.py show $(OUT)/generated
+	@echo
+	@echo "prompts:     $(CURDIR)/$(OUT)/prompts"
+	@echo "completions: $(CURDIR)/$(OUT)/generated"
 
 test: venv
 	$(BIN)/python -m pytest -q -ra -n 2 --dist loadfile $(PYTEST_ARGS)

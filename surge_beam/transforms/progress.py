@@ -73,13 +73,13 @@ class Progress:
         total = plan["rows_planned"]
         seconds = max(time.monotonic() - self._first, 1.0)
         rate = self._rows / seconds
-        left = (total - self._rows) / rate if rate else 0
+        left = _clock((total - self._rows) / rate) if rate else "unknown"
         share = 100 * self._rows / total if total else 100
         return (
-            f"{self._rows:,} of {total:,} rows ({share:.0f}%), {rate:,.0f} rows/s,"
+            f"{self._rows:,} of {total:,} rows ({share:.0f}%), {rate:,.{1 if rate < 10 else 0}f} rows/s,"
             f" {self._tokens / seconds:,.0f} tokens/s,"
             f" {self._partitions:,} of {plan['partitions_planned']:,} partitions,"
-            f" {self._letters:,} dead letters, {_clock(left)} left"
+            f" {self._letters:,} dead letters, {left} left"
         )
 
 

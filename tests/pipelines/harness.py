@@ -260,8 +260,9 @@ def wait_for_commits(output: Path, count: int, job: Job) -> None:
 def run_here(*args: object, **options: object) -> int:
     """Runs a job in this process, without pictures, which is quicker; returns its exit status."""
     from pipelines import embed_corpus
+    from surge_beam.transforms import launch
 
-    with unittest.mock.patch.object(embed_corpus, "try_write_html"):
+    with unittest.mock.patch.object(launch, "try_write_html"):
         return embed_corpus.main(command(*args, **options)[2:])
 
 
