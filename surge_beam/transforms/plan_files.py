@@ -110,7 +110,7 @@ class PlanFiles(beam.PTransform):
             | "Scan" >> beam.ParDo(_Scan(job)).with_output_types(tuple[int, bytes])
         )
         costs = self._costs or beam.Map(lambda about: (about[0], None))
-        about = listed.about | "Costs" >> costs
+        about = listed.about | "EncodeCosts" >> costs
         planned = (
             scanned
             | "Gather" >> beam.GroupByKey()

@@ -29,6 +29,7 @@ from apache_beam.transforms.window import GlobalWindows
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import WindowedValue
 
+from surge_beam.policy.prefix_digests import path_key
 from surge_beam.policy.prefix_ranges import (
     form_superbatches,
     leading_key,
@@ -72,9 +73,9 @@ class BatchLimits:
     default_output: int = 256
 
 
-def id_digest(custom_id: str) -> int:
-    """64-bit digest of an id, which places rows of one prompt."""
-    return xxhash.xxh3_64_intdigest(custom_id.encode("utf-8", "surrogatepass"))
+def id_digest(custom_id: str, seed: int = 0) -> int:
+    """64-bit digest of an id."""
+    return xxhash.xxh3_64_intdigest(custom_id.encode("utf-8", "surrogatepass"), seed)
 
 
 class PartitionByPrefix(beam.PTransform):
@@ -136,18 +137,24 @@ def _batch(element: pa.RecordBatch | bytes) -> pa.RecordBatch:
     return element if isinstance(element, pa.RecordBatch) else decode(element)
 
 
+# a drawn number, a path, tokens
+_Sampled = tuple[int, bytes, int]
+
+
 class _Sample(beam.DoFn):
-    """Id digest, path and tokens of every prompt."""
+    """A number drawn from its id, the path and the tokens of every prompt."""
 
     def process(self, element: pa.RecordBatch | bytes) -> Iterator[bytes]:
         batch = _batch(element)
-        ids = map(id_digest, batch.column("custom_id").to_pylist())
-        rows = zip(ids, prefix_paths(batch), prompt_tokens(batch).tolist(), strict=True)
+        # not the digest that ends the path, or the sample would be one end of every path; and
+        # within 63 bits, which is what Beam's integers hold
+        drawn = [id_digest(x, seed=1) >> 1 for x in batch.column("custom_id").to_pylist()]
+        rows = zip(drawn, _row_paths(batch), prompt_tokens(batch).tolist(), strict=True)
         yield pack(list(rows))
 
 
 class _BottomK(beam.CombineFn):
-    """The rows with the smallest digests, which are a sample that a retry draws again; and how
+    """The rows with the smallest numbers, which are a sample that a retry draws again; and how
     many tokens there are in all.
     """
 
@@ -155,23 +162,28 @@ class _BottomK(beam.CombineFn):
         super().__init__()
         self._size = size
 
-    def create_accumulator(self) -> bytes:
-        # packed, since 64-bit digests are more than Beam's own integers hold
-        return pack((0, []))
+    def create_accumulator(self) -> tuple[int, list[_Sampled]]:
+        return 0, []
 
-    def add_input(self, accumulator: bytes, sampled: bytes) -> bytes:
-        rows = unpack(sampled)
-        return self.merge_accumulators([accumulator, pack((sum(r[2] for r in rows), rows))])
+    def add_input(
+        self, accumulator: tuple[int, list[_Sampled]], sampled: bytes
+    ) -> tuple[int, list[_Sampled]]:
+        more = unpack(sampled)
+        return self.merge_accumulators([accumulator, (sum(r[2] for r in more), more)])
 
-    def merge_accumulators(self, accumulators: Iterable[bytes]) -> bytes:
-        total, rows = 0, list[tuple[int, bytes, int]]()
-        for more, others in map(unpack, accumulators):
-            total += more
-            rows += others
+    def merge_accumulators(
+        self, accumulators: Iterable[tuple[int, list[_Sampled]]]
+    ) -> tuple[int, list[_Sampled]]:
+        total, rows = 0, list[_Sampled]()
+        for more, others in accumulators:
+            total, rows = total + more, [*rows, *others] if rows else list(others)
+            if len(rows) > 2 * self._size:
+                rows = heapq.nsmallest(self._size, rows)
+        return total, rows
+
+    def extract_output(self, accumulator: tuple[int, list[_Sampled]]) -> bytes:
+        total, rows = accumulator
         return pack((total, heapq.nsmallest(self._size, rows)))
-
-    def extract_output(self, accumulator: bytes) -> bytes:
-        return accumulator
 
 
 def _cuts(sampled: bytes, ranges: int | None) -> bytes:
@@ -180,14 +192,19 @@ def _cuts(sampled: bytes, ranges: int | None) -> bytes:
     return pack(range_cuts([(path, tokens) for _, path, tokens in rows], wanted))
 
 
+def _row_paths(batch: pa.RecordBatch) -> list[bytes]:
+    """Prefix paths that end with the row's id, so that rows of one prompt can be cut apart."""
+    ids = batch.column("custom_id").to_pylist()
+    paths = zip(prefix_paths(batch), ids, strict=True)
+    return [path + path_key([id_digest(custom_id)]) for path, custom_id in paths]
+
+
 class _ByRange(beam.DoFn):
     def process(
         self, element: pa.RecordBatch | bytes, packed: bytes
     ) -> Iterator[tuple[int, bytes]]:
         batch, cuts = _batch(element), unpack(packed)
-        ids = map(id_digest, batch.column("custom_id").to_pylist())
-        keys = [range_of(cuts, p, i) for p, i in zip(prefix_paths(batch), ids, strict=True)]
-        yield from _by_key(batch, keys)
+        yield from _by_key(batch, [range_of(cuts, path, 0) for path in _row_paths(batch)])
 
 
 class ByLeadingChunk(beam.DoFn):

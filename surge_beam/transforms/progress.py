@@ -76,7 +76,8 @@ class Progress:
         left = _clock((total - self._rows) / rate) if rate else "unknown"
         share = 100 * self._rows / total if total else 100
         return (
-            f"{self._rows:,} of {total:,} rows ({share:.0f}%), {rate:,.{1 if rate < 10 else 0}f} rows/s,"
+            f"{self._rows:,} of {total:,} rows ({share:.0f}%), "
+            f" {rate:,.{1 if rate < 10 else 0}f} rows/s,"
             f" {self._tokens / seconds:,.0f} tokens/s,"
             f" {self._partitions:,} of {plan['partitions_planned']:,} partitions,"
             f" {self._letters:,} dead letters, {left} left"

@@ -298,7 +298,8 @@ def hinted(proto: Any) -> dict[str, dict[str, bytes]]:
         if step.environment_id and step.spec.urn == "beam:transform:pardo:v1":
             hints = dict(environments[step.environment_id].resource_hints)
             if hints:
-                found[step.unique_name.split("/")[1]] = hints
+                path = [x for x in step.unique_name.split("/")[1:] if not x.startswith("ParDo(")]
+                found[path[-1]] = hints
     return found
 
 
