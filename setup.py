@@ -17,6 +17,7 @@ setup(
     install_requires=[
         "apache-beam>=2.76,<3",
         "fsspec>=2023.6",
+        "jinja2>=3.1",
         "numpy>=1.24",
         "psutil>=5.9",
         "pyarrow>=16,<26",

@@ -11,17 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from surge_beam.records import (
         BadInputError,
+        Completion,
         DeadLetter,
         EncoderConfig,
+        EngineConfig,
         RefusedError,
+        Request,
+        SamplingParams,
         SurgeError,
     )
     from surge_beam.transforms import (
+        BatchLimits,
         Embed,
         EmbedConfig,
         EmbedFiles,
         EmbedResult,
+        FormPrefixBatches,
         FormSuperBatches,
+        Generate,
+        GenerateConfig,
+        GenerateFiles,
+        GenerateResult,
+        PartitionByPrefix,
         ReadConfig,
         ReadPartitions,
         ReadResult,
@@ -32,24 +43,45 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadInputError",
+    "BatchLimits",
+    "Completion",
     "DeadLetter",
     "Embed",
     "EmbedConfig",
     "EmbedFiles",
     "EmbedResult",
     "EncoderConfig",
+    "EngineConfig",
+    "FormPrefixBatches",
     "FormSuperBatches",
+    "Generate",
+    "GenerateConfig",
+    "GenerateFiles",
+    "GenerateResult",
+    "PartitionByPrefix",
     "ReadConfig",
     "ReadPartitions",
     "ReadResult",
     "RefusedError",
+    "Request",
+    "SamplingParams",
     "SurgeError",
     "WriteConfig",
     "WritePartitions",
     "WriteResult",
 ]
 
-_RECORDS = {"BadInputError", "DeadLetter", "EncoderConfig", "RefusedError", "SurgeError"}
+_RECORDS = {
+    "BadInputError",
+    "Completion",
+    "DeadLetter",
+    "EncoderConfig",
+    "EngineConfig",
+    "RefusedError",
+    "Request",
+    "SamplingParams",
+    "SurgeError",
+}
 
 
 def __getattr__(name: str) -> Any:

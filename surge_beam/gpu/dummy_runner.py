@@ -7,13 +7,14 @@ another) changes the text.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
 
 from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Sampled, StepBatch
-from surge_beam.records import TokenLogprob
+from surge_beam.records import SurgeError, TokenLogprob
 
 VOCABULARY = 256
 END = 0
@@ -27,6 +28,7 @@ class DummyRunner:
     context_length: most tokens of a sequence.
     memory: tokens above which a step runs out of memory; None never does.
     copy_fails: asked before every copy to the host and back.
+    seconds: slept in every step.
     """
 
     page_bytes: int
@@ -41,11 +43,12 @@ class DummyRunner:
         context_length: int = 8192,
         memory: int | None = None,
         copy_fails: Callable[[], bool] = lambda: False,
+        seconds: float = 0.0,
     ) -> None:
         self.pages, self.page_size, self.context_length = pages, page_size, context_length
         self.page_bytes = TOKEN_BYTES * page_size
         self.kv_tokens_read = self.kv_tokens_unshared = 0
-        self._memory, self._copy_fails = memory, copy_fails
+        self._memory, self._copy_fails, self._seconds = memory, copy_fails, seconds
         self._pool = np.full(pages * page_size, _EMPTY, np.int32)
 
     def decode_text(self, ids: list[int]) -> str:
@@ -56,6 +59,8 @@ class DummyRunner:
         """See ``Runner``."""
         if self._memory is not None and len(batch.ids) > self._memory:
             raise OutOfDeviceMemory(f"{len(batch.ids)} tokens")
+        if self._seconds:
+            time.sleep(self._seconds)
         slots = [self._slots(table) for table in batch.block_tables]
         ends = np.cumsum(batch.counts)
         for own, context, count, end in zip(slots, batch.context, batch.counts, ends, strict=True):
@@ -93,6 +98,22 @@ class DummyRunner:
     def _fail_perhaps(self) -> None:
         if self._copy_fails():
             raise CopyFailed("asked to fail")
+
+
+def step_seconds(model: str) -> float:
+    """The seconds of ``dummy:seconds=S``, that a step is to sleep; 0 of ``dummy``.
+
+    Raises:
+      SurgeError: if the name is neither.
+    """
+    head, colon, text = model.partition(":seconds=")
+    try:
+        seconds = float(text) if colon else 0.0
+    except ValueError:
+        seconds = -1.0
+    if head != "dummy" or not 0.0 <= seconds < float("inf"):
+        raise SurgeError(f"{model!r} is neither dummy nor of the form dummy:seconds=S")
+    return seconds
 
 
 def next_token(seen: np.ndarray, key: int, position: int, *, greedy: bool) -> int:

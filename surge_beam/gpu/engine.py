@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import heapq
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from surge_beam.gpu.admission import WaitingRoom, load_admission
 from surge_beam.gpu.kv_cache import OutOfPages, PagePool
 from surge_beam.gpu.loading import load_controller, load_runner
 from surge_beam.gpu.randomness import sequence_key
@@ -18,6 +18,7 @@ from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Runner, SampleR
 from surge_beam.gpu.sequence import HostCopy, Sequence, State
 from surge_beam.gpu.stopping import StopChecker
 from surge_beam.policy import residency
+from surge_beam.policy.feather import Admission
 from surge_beam.policy.phases import PhaseController, PhaseView, StepPlan
 from surge_beam.policy.residency import ResidencyDecision, ResidencyView, SequenceView
 from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, SurgeError
@@ -36,6 +37,8 @@ class EngineStats:
       decode_tokens: tokens computed one a step.
       sampled_tokens: tokens chosen.
       prefix_tokens_saved: tokens whose KV was found in the pool instead.
+      admissions: sequences that got a slot, repeats after eviction included.
+      refusals: steps in which the gate of admission let nobody else in.
       parks, resumes, evictions, copies_failed: of sequences.
       finished: completions by finish reason.
       kv_bytes_read: keys and values that attention read, over all layers.
@@ -54,6 +57,8 @@ class EngineStats:
     decode_tokens: int = 0
     sampled_tokens: int = 0
     prefix_tokens_saved: int = 0
+    admissions: int = 0
+    refusals: int = 0
     parks: int = 0
     resumes: int = 0
     evictions: int = 0
@@ -85,6 +90,7 @@ class Engine:
       config: the recipe.
       runner: built from the recipe if not given.
       controller: when to prefill and when to decode; built from the recipe if not given.
+      admission: who is admitted next, and when to stop; built from the recipe if not given.
       decide: the boundary decision.
       clock: seconds, for step times.
 
@@ -98,6 +104,7 @@ class Engine:
         *,
         runner: Runner | None = None,
         controller: PhaseController | None = None,
+        admission: Admission | None = None,
         decide: Callable[[ResidencyView], ResidencyDecision] = residency.decide,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -121,7 +128,10 @@ class Engine:
         self._cancelled: set[str] = set()
         self._alive: dict[str, Sequence] = {}
         self._arrived = 0
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._waiting = WaitingRoom(
+            admission if admission is not None else load_admission(config), self.runner.page_size
+        )
+        self._refused = False
         self._running: list[Sequence] = []
         self._parked: list[Sequence] = []
         self._finished: collections.deque[Completion] = collections.deque()
@@ -273,6 +283,7 @@ class Engine:
         if not (self._waiting or self._running or self._parked):
             return False
         self._settle()
+        self._refused = False
         plan = self.controller.plan(self._view())
         chunks = self._schedule(plan)
         if not chunks:
@@ -292,15 +303,12 @@ class Engine:
             refusal = self._refusal(sequence)
             reason = refusal[0] if refusal else sequence.stop.resume(sequence.output)
             if reason is None:
-                self._wait(sequence)
+                self._waiting.enter(sequence, self._sharable_digests(sequence))
             else:
                 self._end(sequence, reason, refusal[1] if refusal else None)
         for sequence in cancelled:
             if sequence.state not in (State.DONE, State.FAILED):
                 self._end(sequence, "cancelled")
-        if cancelled:
-            self._waiting = [w for w in self._waiting if w[1].state is not State.DONE]
-            heapq.heapify(self._waiting)
 
     def _refusal(self, sequence: Sequence) -> tuple[str, str] | None:
         """Why a sequence cannot be decoded: finish reason and message."""
@@ -443,14 +451,9 @@ class Engine:
         sequence.move(State.EVICTED)
         sequence.evictions += 1
         self.stats.evictions += 1
-        self._wait(sequence)
+        self._waiting.put_back(sequence)
 
     # --- what a step holds ---
-
-    def _wait(self, sequence: Sequence) -> None:
-        # those evicted come first, and of them the most decoded: the least work is done again
-        order = (-sequence.request.priority, -sequence.decoded, sequence.index)
-        heapq.heappush(self._waiting, (order, sequence))
 
     def _schedule(self, plan: StepPlan) -> list[_Chunk]:
         chunks: list[_Chunk] = []
@@ -474,10 +477,13 @@ class Engine:
         return chunks
 
     def _admit(self) -> bool:
-        """Brings in the first that waits, if there is room for it."""
-        if self._parked or not self._waiting or len(self._running) >= self._slots:
+        """Brings in the first that waits, if there is room for it and the gate lets it in."""
+        if self._parked or self._refused or len(self._running) >= self._slots:
             return False
-        sequence = self._waiting[0][1]
+        sequence = self._waiting.first()
+        if sequence is None:
+            return False
+        reads = self.pool.used * self.pool.page_size
         digests = self._sharable_digests(sequence)
         table = self.pool.match(sequence.ids, digests, [])
         wanted = self.pool.pages_for(sequence.length) - len(table)
@@ -485,10 +491,14 @@ class Engine:
         if wanted + len(self._running) > self.pool.available:
             self.pool.release(table)
             if not self._running:
-                heapq.heappop(self._waiting)
                 self._end(sequence, "capacity", self._too_long(sequence))
             return False
-        heapq.heappop(self._waiting)
+        if not self._waiting.admit(sequence, running=len(self._running), reads=reads):
+            self.pool.release(table)
+            self._refused = True
+            self.stats.refusals += 1
+            return False
+        self.stats.admissions += 1
         sequence.move(State.PREFILLING)
         sequence.baseline = sequence.decoded
         sequence.table, sequence.registered = table, len(table)
@@ -561,7 +571,8 @@ class Engine:
 
     def _run(self, chunks: list[_Chunk]) -> None:
         batch, sampled_chunks = self._batch(chunks)
-        decode_rows = sum(c.sequence.state is State.ACTIVE for c in chunks)
+        decoding = [c.sequence.context for c in chunks if c.sequence.state is State.ACTIVE]
+        decode_rows = len(decoding)
         prefill_tokens = len(batch.ids) - decode_rows
         began = self._clock()
         try:
@@ -618,6 +629,8 @@ class Engine:
                 )
                 self._end(sequence, reason)
         self.controller.stepped(decode_rows, prefill_tokens, seconds, completions)
+        mean_context = sum(decoding) / max(1, decode_rows)
+        self._waiting.observe(decode_rows, seconds, prefill_tokens, mean_context)
 
     def _batch(self, chunks: list[_Chunk]) -> tuple[StepBatch, list[_Chunk]]:
         counts = np.array([c.count for c in chunks], np.int32)
@@ -670,6 +683,7 @@ class Engine:
         self.stats.memory_ceiling = min(self._step_tokens, tokens - 1)
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        self._waiting.leave(sequence)
         if sequence.state in (State.PREFILLING, State.ACTIVE):
             self._running.remove(sequence)
         elif sequence.state is State.PARKED:

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-import xxhash
 
+from surge_beam.policy.prefix_digests import extend_chain
 from surge_beam.records import SurgeError
 
 
@@ -73,15 +73,8 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def digests(self, ids: np.ndarray, known: list[int], pages: int) -> list[int]:
-        """The chained digests of the first ``pages`` pages of ids, int32 [n]; extends ``known``.
-
-        Each is xxh3-64 of a page's tokens, seeded with the digest before it.
-        """
-        size = self.page_size
-        for page in range(len(known), pages):
-            tokens = ids[page * size : (page + 1) * size].tobytes()
-            known.append(xxhash.xxh3_64_intdigest(tokens, known[-1] if known else 0))
-        return known
+        """The chained digests of the first ``pages`` pages of ids, int32 [n]; extends ``known``."""
+        return extend_chain(known, ids, self.page_size, pages)
 
     def match(self, ids: np.ndarray, digests: Sequence[int], table: Sequence[int]) -> list[int]:
         """Registered pages that continue a block table over the tokens ids, int32 [n].

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from surge_beam.gpu.dummy import is_dummy, refuse_cuda
-from surge_beam.gpu.dummy_runner import TOKEN_BYTES, DummyRunner
+from surge_beam.gpu.dummy_runner import TOKEN_BYTES, DummyRunner, step_seconds
 from surge_beam.gpu.runner import Runner
 from surge_beam.gpu.threads import wait_passively
 from surge_beam.policy.phases import PhaseController, make_controller
@@ -25,7 +25,7 @@ def load_runner(config: EngineConfig) -> Runner:
     if is_dummy(config.model):
         refuse_cuda(config)
         pages = (config.kv_bytes or _DUMMY_BYTES) // (TOKEN_BYTES * config.page_size)
-        return DummyRunner(pages, config.page_size)
+        return DummyRunner(pages, config.page_size, seconds=step_seconds(config.model))
     wait_passively()
     from surge_beam.gpu.model_runner import load_model_runner
 

@@ -189,11 +189,13 @@ class Learner:
 
 
 def _context(view: AdmissionView) -> tuple[int, int, int]:
-    """Batch size by halves of a power of two; chunks lost and peers by powers of two."""
+    """Batch size by halves of a power of two; peers by powers of two; chunks lost by powers of
+    four, since a chunk may be a page or many.
+    """
     lost = view.candidate.before - view.candidate.after
     return (
         round(2 * math.log2(view.running)),
-        min(lost.bit_length(), 4),
+        min((lost.bit_length() + 1) // 2, 4),
         min(view.candidate.peers.bit_length(), 4),
     )
 
@@ -205,7 +207,7 @@ class Admission:
     is asked only where there is something to lose: not below ``floor`` running sequences, as a
     batch that is too small wastes more than any prefix saves; not where the candidate keeps all
     of the common prefix, which is always so if there is none. So where nothing is shared every
-    request is admitted at once.
+    request is admitted at once, first come, first served.
 
     Nothing starves: once the oldest waiting request was passed over by ``patience`` admissions, or
     by ``patience_stops`` refusals, it is next, whatever it shares and whatever the gate says (with
@@ -238,11 +240,23 @@ class Admission:
         self._oldest: Hashable = None
         self._passed = self._stops = 0
 
+    def anew(self) -> Admission:
+        """Another with the same gate and limits, for another tree."""
+        return Admission(
+            self.gate,
+            prefix_order=self._prefix_order,
+            floor=self._floor,
+            patience=self._patience,
+            patience_stops=self._patience_stops,
+        )
+
     def candidate(self, tree: PrefixTree) -> Candidate | None:
         """Who would be next; None if nobody waits."""
         if self._overdue(tree) or not self._prefix_order:
             return tree.oldest_candidate()
-        return tree.best_candidate()
+        best = tree.best_candidate()
+        # of those that share nothing with the batch the tree's best is but the shortest
+        return best if best is None or best.held else tree.oldest_candidate()
 
     def admit(self, tree: PrefixTree, view: AdmissionView) -> bool:
         """Decides about ``view.candidate``, which ``candidate`` just gave; activates it if so.
@@ -250,7 +264,7 @@ class Admission:
         After False ask again after the next step. ``view.running`` may be 0 here.
         """
         candidate = view.candidate
-        needless = view.running < self._floor or candidate.after == candidate.before
+        needless = view.running < self._floor or candidate.after >= candidate.before
         if needless or self._overdue(tree) or self.gate.add(view):
             self._passed += 1
             tree.activate(candidate.key)

@@ -24,7 +24,7 @@ def prefix_digests(
 
     Digest i of a row is xxh3-64 of its chunk i, seeded with digest i - 1 (the first with 0), so it
     stands for all tokens up to there, as in the Chunked Hash Tree of Feather (arXiv 2605.06046).
-    The KV cache digests its pages the same way. What is left behind the last full chunk has none.
+    What is left behind the last full chunk has none.
     xxHash withstands nobody who looks for collisions: a digest is a hint, and whoever shares KV
     compares tokens.
 
@@ -54,17 +54,36 @@ def prefix_digests(
     counts = lengths // chunk
     found: list[int] = []
     # one object for all tokens: a slice of it is what costs most beside the digest itself
-    data, size = memoryview(flat.view(np.uint8).data), chunk * flat.itemsize
-    digest_of, append = xxhash.xxh3_64_intdigest, found.append
+    data, size = flat.view(np.uint8).data, chunk * flat.itemsize
     begins = (bounds[:-1] * flat.itemsize).tolist()
     for begin, count in zip(begins, counts.tolist(), strict=True):
-        digest = 0
-        for at in range(begin, begin + count * size, size):
-            digest = digest_of(data[at : at + size], digest)
-            append(digest)
+        _chain(found, data, range(begin, begin + count * size, size), 0)
     ends = np.zeros(bounds.size, np.int64)
     np.cumsum(counts, out=ends[1:])
     return np.array(found, np.uint64), ends
+
+
+def extend_chain(
+    digests: list[int], tokens: npt.NDArray[np.int32], chunk: int, chunks: int
+) -> list[int]:
+    """Digests of the first ``chunks`` prefixes of one row, as ``prefix_digests`` has them.
+
+    Args:
+      digests: those that are known already; it is extended, and returned.
+      tokens: of the row from its start, int32 [n], contiguous, ``chunks`` chunks at least.
+    """
+    size = chunk * tokens.itemsize
+    begins = range(len(digests) * size, chunks * size, size)
+    _chain(digests, tokens.view(np.uint8).data, begins, digests[-1] if digests else 0)
+    return digests
+
+
+def _chain(found: list[int], data: memoryview, begins: range, digest: int) -> None:
+    """Appends the digests of chunks that follow each other, the first seeded with ``digest``."""
+    digest_of, append, size = xxhash.xxh3_64_intdigest, found.append, begins.step
+    for at in begins:
+        digest = digest_of(data[at : at + size], digest)
+        append(digest)
 
 
 def path_key(digests: Sequence[int] | UInt64s) -> bytes:

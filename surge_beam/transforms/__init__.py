@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from surge_beam.transforms.embed import Embed, EmbedResult
     from surge_beam.transforms.embed_files import EmbedConfig, EmbedFiles
+    from surge_beam.transforms.generate import Generate, GenerateResult
+    from surge_beam.transforms.generate_files import GenerateConfig, GenerateFiles
+    from surge_beam.transforms.prefix_partition import (
+        BatchLimits,
+        FormPrefixBatches,
+        PartitionByPrefix,
+    )
     from surge_beam.transforms.read import ReadConfig
     from surge_beam.transforms.read_partitions import ReadPartitions, ReadResult
     from surge_beam.transforms.superbatch import FormSuperBatches
@@ -15,11 +22,18 @@ if TYPE_CHECKING:
     from surge_beam.transforms.write_partitions import WritePartitions, WriteResult
 
 __all__ = [
+    "BatchLimits",
     "Embed",
     "EmbedConfig",
     "EmbedFiles",
     "EmbedResult",
+    "FormPrefixBatches",
     "FormSuperBatches",
+    "Generate",
+    "GenerateConfig",
+    "GenerateFiles",
+    "GenerateResult",
+    "PartitionByPrefix",
     "ReadConfig",
     "ReadPartitions",
     "ReadResult",
@@ -29,11 +43,18 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BatchLimits": "prefix_partition",
     "Embed": "embed",
     "EmbedConfig": "embed_files",
     "EmbedFiles": "embed_files",
     "EmbedResult": "embed",
+    "FormPrefixBatches": "prefix_partition",
     "FormSuperBatches": "superbatch",
+    "Generate": "generate",
+    "GenerateConfig": "generate_files",
+    "GenerateFiles": "generate_files",
+    "GenerateResult": "generate",
+    "PartitionByPrefix": "prefix_partition",
     "ReadConfig": "read",
     "ReadPartitions": "read_partitions",
     "ReadResult": "read_partitions",

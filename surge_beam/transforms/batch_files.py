@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import json
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,14 +69,24 @@ def _lines(store: Store, name: str, column: str) -> Iterator[str]:
 
 
 def _letters(store: Store, folders: list[str]) -> Iterator[dict[str, Any]]:
-    """Dead letters of files and of rows, in input order."""
-    of_files = [f"{FILE_LETTERS}/{name}" for name in store.names(FILE_LETTERS)]
-    for name in of_files:
-        yield from _rows(store, name)
-    for folder in folders:
-        found = letters_folder(folder)
-        for name in store.names(found):
-            yield from _rows(store, f"{found}/{name}")
+    """Dead letters of files and of rows, in input order.
+
+    Args:
+      folders: of the blocks, in the order of their input files.
+    """
+    of_files = [
+        letter
+        for name in store.names(FILE_LETTERS)
+        for letter in _rows(store, f"{FILE_LETTERS}/{name}")
+    ]
+    by_file = operator.itemgetter("file")
+    return heapq.merge(sorted(of_files, key=by_file), _of_rows(store, folders), key=by_file)
+
+
+def _of_rows(store: Store, folders: list[str]) -> Iterator[dict[str, Any]]:
+    for folder in map(letters_folder, folders):
+        for name in store.names(folder):
+            yield from _rows(store, f"{folder}/{name}")
 
 
 def _rows(store: Store, name: str) -> Iterator[dict[str, Any]]:

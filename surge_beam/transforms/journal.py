@@ -108,5 +108,5 @@ def read_journal(store: Store, name: str) -> Iterator[Entry]:
                     for x in completion["logprobs"]
                 )
             yield Entry(completion=Completion(**completion), **found)
-        except (ValueError, KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             continue

@@ -98,7 +98,9 @@ def run_job(
     options = PipelineOptions(["--runner=FnApiRunner", *beam_args])
     if options.view_as(TestOptions).dry_run:
         _ = (pipeline := beam.Pipeline(options=options)) | "Job" >> transform(job)
-        pipeline.run()
+        if "dataflow" in str(options.view_as(StandardOptions).runner).lower():
+            # the one runner that knows of a dry run; others would run the job
+            pipeline.run()
         return None
     store = Store(job.output)
     began = time.time()

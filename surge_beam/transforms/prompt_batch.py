@@ -92,9 +92,9 @@ def requests_of(batch: pa.RecordBatch) -> Iterator[tuple[str, int, Request | Che
 def join(batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
     """Batches of ``SCHEMA`` as one; where all have the same columns beside it, with them."""
     parts = list(batches)
-    table = pa.Table.from_batches(parts, parts[0].schema if parts else SCHEMA).combine_chunks()
-    found = table.to_batches()
-    return found[0] if found else SCHEMA.empty_table().to_batches()[0]
+    schema = parts[0].schema if parts else SCHEMA
+    found = pa.Table.from_batches(parts, schema).combine_chunks().to_batches()
+    return found[0] if found else pa.RecordBatch.from_pylist([], schema)
 
 
 def encode(batch: pa.RecordBatch) -> bytes:

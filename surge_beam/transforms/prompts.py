@@ -167,7 +167,7 @@ def _templated(
     config: PromptConfig, table: pa.Table, segment: Segment
 ) -> Iterator[Prompt | Refusal]:
     assert config.template is not None
-    template = _compiled(config.template)
+    template = compiled_template(config.template)
     names = [n for n in _variables(config.template) if n in table.column_names]
     keys: dict[str, Any] = {}
     # only folders of key columns hold a plain equals sign
@@ -183,7 +183,8 @@ def _templated(
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
+def compiled_template(template: str) -> Any:
+    """A Jinja template. Raises SurgeError if it cannot be parsed, or there is no Jinja."""
     try:
         from jinja2 import StrictUndefined, TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -200,10 +201,10 @@ def _compiled(template: str) -> Any:
 @functools.lru_cache(maxsize=8)
 def _variables(template: str) -> tuple[str, ...]:
     """Names that a template takes from outside, sorted."""
-    compiled = _compiled(template)
+    parsed = compiled_template(template)
     from jinja2 import meta
 
-    return tuple(sorted(meta.find_undeclared_variables(compiled.environment.parse(template))))
+    return tuple(sorted(meta.find_undeclared_variables(parsed.environment.parse(template))))
 
 
 def conversation(value: Any) -> tuple[dict[str, Any], ...] | Refusal:

@@ -60,6 +60,7 @@ def build_report(
         )
     done = [h for h in headers if "superbatch" in h]
     plan["partitions_committed"] = plan["partitions_planned"] - emptied
+    plan["rows_out"] = rows_out
     return {
         "run": run,
         "partitions_skipped": plan["partitions_skipped"] - plan["partitions_emptied"],
@@ -120,7 +121,8 @@ def generate_summary(plan: dict[str, Any], headers: Headers, seconds: float) -> 
     return {
         "partitions_generated": plan["partitions_committed"],
         "rows_decoded": sum(h["rows"] for h in decoded),
-        "rows_reused": sum(h["rows_reused"] for h in committed) + plan["rows_skipped"],
+        # parts of a split partition that an earlier run committed are in no other count
+        "rows_reused": plan["rows_out"] - sum(h["rows_out"] - h["rows_reused"] for h in committed),
         "tokens_decoded": tokens,
         "prompt_tokens": sum(h["prompt_tokens"] for h in committed),
         "prefix_tokens_saved": sum(h["prefix_tokens_saved"] for h in decoded),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import random
 import subprocess
 import sys
@@ -17,7 +18,16 @@ from surge_beam.gpu.dummy_runner import END, DummyRunner, next_token
 from surge_beam.gpu.engine import Engine
 from surge_beam.gpu.randomness import sequence_key
 from surge_beam.gpu.runner import OutOfDeviceMemory
+from surge_beam.policy.feather import (
+    Admission,
+    AdmissionView,
+    AlwaysAdd,
+    CostGate,
+    Gate,
+    Learner,
+)
 from surge_beam.policy.residency import ResidencyDecision, ResidencyView, decide
+from surge_beam.policy.step_costs import CAUTIOUS
 from surge_beam.records import (
     Checkpoint,
     Completion,
@@ -53,11 +63,14 @@ def engine(
     page_size: int = 4,
     runner: DummyRunner | None = None,
     decide=decide,
+    admission: Admission | str = "prefix",
     **fields,
 ) -> Engine:
-    config = EngineConfig(model="dummy", page_size=page_size, **fields)
+    name = admission if isinstance(admission, str) else "prefix"
+    config = EngineConfig(model="dummy", page_size=page_size, admission=name, **fields)
     runner = runner or DummyRunner(pages, page_size)
-    return Engine(config, runner=runner, decide=decide)
+    own = None if isinstance(admission, str) else admission
+    return Engine(config, runner=runner, decide=decide, admission=own)
 
 
 def requests(count: int, *, shared: int = 0, seed: int = 0, longest: int = 30) -> list[Request]:
@@ -109,6 +122,157 @@ def test_every_schedule_decodes_the_same_tokens(schedule, slots, share):
         prompts = sum(len(r.prompt_ids) for r in wanted)
         assert own.stats.prefill_tokens + saved == prompts
         assert own.stats.sampled_tokens == sum(c.completion_tokens for c in done)
+
+
+class NeverAdd(AlwaysAdd):
+    def add(self, view: AdmissionView) -> bool:
+        return False
+
+
+class Coin(AlwaysAdd):
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def add(self, view: AdmissionView) -> bool:
+        return self.rng.random() < 0.5
+
+
+# a row of its own is free, every token that it has not in common with others costs
+READING = dataclasses.replace(CAUTIOUS, b0=0.0, b1=1.0)
+
+
+def families(groups: int, each: int, *, shared: int = 16, seed: int = 0) -> list[Request]:
+    """Requests of groups that share a prefix, one of each group in turn."""
+    rng = random.Random(seed)
+    prefixes = [tuple(rng.randrange(1, 256) for _ in range(shared)) for _ in range(groups)]
+    return [
+        Request(
+            custom_id=f"{group}-{member}",
+            prompt_ids=(*prefixes[group], *(rng.randrange(1, 256) for _ in range(3))),
+            sampling=SamplingParams(max_tokens=rng.randint(1, 12), ignore_eos=True),
+        )
+        for member in range(each)
+        for group in range(groups)
+    ]
+
+
+@pytest.mark.parametrize("gate", ["prefix", "learned", "cost", "fcfs", "never", "coin", "reading"])
+@pytest.mark.parametrize("schedule", ["eb", "mb"])
+def test_every_admission_decodes_the_same_tokens(gate, schedule):
+    gates: dict[str, Gate] = {
+        "never": NeverAdd(),
+        "coin": Coin(random.Random(1)),
+        "reading": CostGate(READING),
+        "learned": Learner(),
+    }
+    wanted = families(5, 24)
+    admission = Admission(gates[gate], floor=3) if gate in gates else gate
+    with engine(pages=400, max_sequences=12, schedule=schedule, admission=admission) as own:
+        done = own.generate(wanted)
+        check(done, wanted)
+        own.pool.check([])
+        stats = own.stats
+        assert stats.prefix_tokens_saved == sum(c.cached_tokens for c in done) > 5 * 20 * 16
+        assert stats.prefill_tokens + stats.prefix_tokens_saved == 5 * 24 * 19
+        assert stats.admissions == len(wanted)
+        if gate in ("never", "coin", "reading"):
+            assert stats.refusals > 0
+        elif gate != "learned":
+            assert stats.refusals == 0
+
+
+def admitted(own: Engine, wanted: list[Request]) -> list[str]:
+    """The order in which requests got their slot, but for those that ended in their first step;
+    all are there from the beginning.
+    """
+    for request in wanted:
+        own.submit(request)
+    order: list[str] = []
+    while own.step():
+        order += [s.request.custom_id for s in own._running if s.request.custom_id not in order]
+    check(list(own._finished), wanted)
+    return order
+
+
+def test_relatives_are_admitted_together():
+    wanted = [
+        dataclasses.replace(r, sampling=SamplingParams(max_tokens=3 + i % 4, ignore_eos=True))
+        for i, r in enumerate(families(3, 8))
+    ]
+    by_arrival = [r.custom_id for r in wanted]
+    assert admitted(engine(max_sequences=4, admission="fcfs"), wanted) == by_arrival
+    groups = [name[0] for name in admitted(engine(max_sequences=4), wanted)]
+    # a group whose only member so far has ended again is no reason to go on with it
+    assert 2 <= sum(a != b for a, b in itertools.pairwise(groups)) <= 4
+
+
+@pytest.mark.parametrize("admission", ["prefix", "learned", "cost", "fcfs"])
+def test_where_nothing_is_shared_it_is_first_come_first_served(admission):
+    own = engine(max_sequences=5, share_prefixes=False, admission=admission, pages=200)
+    wanted = [
+        dataclasses.replace(r, sampling=SamplingParams(max_tokens=2 + i % 5, ignore_eos=True))
+        for i, r in enumerate(families(3, 8))
+    ]
+    assert admitted(own, wanted) == [r.custom_id for r in wanted]
+    own = engine(max_sequences=5, admission=admission, pages=200)
+    strangers = [
+        dataclasses.replace(r, prompt_ids=(i + 1,) * (1 + 7 * i % 23)) for i, r in enumerate(wanted)
+    ]
+    assert admitted(own, strangers) == [r.custom_id for r in strangers]
+
+
+def test_a_small_pool_computes_a_prefix_once_where_relatives_come_together():
+    """In order of arrival each prefix is forgotten before its next request comes."""
+    wanted = families(6, 12, shared=64)
+    computed = {}
+    for admission in ("fcfs", "prefix"):
+        with engine(pages=60, max_sequences=2, admission=admission) as own:
+            admitted(own, wanted)
+            computed[admission] = own.stats.prefill_tokens
+    assert computed["fcfs"] > 3 * computed["prefix"]
+
+
+@pytest.mark.parametrize("gate", [AlwaysAdd(), NeverAdd()])
+@pytest.mark.parametrize("schedule", ["eb", "mb"])
+def test_a_stranger_among_relatives_is_admitted_within_a_bound(gate, schedule):
+    """Relatives come for ever; what is admitted before the stranger is what was before it, its
+    patience, and whoever of the next admissions of the same step went first.
+    """
+    own = engine(
+        pages=200,
+        max_sequences=6,
+        schedule=schedule,
+        admission=Admission(gate, floor=2, patience=20, patience_stops=10),
+    )
+    relatives = families(1, 400)
+    stranger = Request(custom_id="stranger", prompt_ids=tuple(range(30, 60)))
+    order = [c.custom_id for c in own.stream([*relatives[:8], stranger, *relatives[8:]])]
+    assert order.index("stranger") < 8 + 20 + 16 + 6
+
+
+@pytest.mark.parametrize("schedule", ["eb", "mb"])
+def test_a_refused_stranger_is_asked_about_once_a_step_and_comes_in_at_last(schedule):
+    own = engine(
+        pages=200,
+        max_sequences=12,
+        schedule=schedule,
+        admission=Admission(NeverAdd(), floor=2, patience_stops=3),
+    )
+    lengths = [20, 40, 60, 100, 100, 100, 100]
+    relatives = [
+        dataclasses.replace(r, sampling=SamplingParams(max_tokens=n, ignore_eos=True))
+        for r, n in zip(families(1, len(lengths)), lengths, strict=True)
+    ]
+    stranger = Request(custom_id="stranger", prompt_ids=tuple(range(30, 60)))
+    for request in [*relatives, stranger]:
+        own.submit(request)
+    refused = [0]
+    while own.step():
+        refused.append(own.stats.refusals)
+    assert max(b - a for a, b in itertools.pairwise(refused)) == 1 and refused[-1] == 3
+    order = [c.custom_id for c in own._finished]
+    assert order.index("stranger") < len(relatives) - 1
+    check(list(own._finished), [*relatives, stranger])
 
 
 def test_a_prefix_is_computed_once_although_all_begin_together():
@@ -197,6 +361,7 @@ def test_cancelled_wherever_they_are():
     assert sorted(c.custom_id for c in done) == sorted(r.custom_id for r in wanted)
     assert {c.finish_reason for c in done} == {"cancelled"}
     own.pool.check([])
+    assert not own._waiting and not own._waiting._levels
     assert not own.checkpoints()
 
 
@@ -426,7 +591,8 @@ class Chaos:
 @given(data=st.data())
 def test_random_traces_lose_and_double_nothing(data):
     """At least five waves of requests that share prefixes, over pools down to one page, with
-    cancels, failing copies, out-of-memory steps and forced parking and eviction.
+    cancels, failing copies, out-of-memory steps and forced parking and eviction, in every order
+    of admission.
     """
     draw = data.draw
     rng = random.Random(draw(st.integers(0, 1 << 30)))
@@ -438,10 +604,19 @@ def test_random_traces_lose_and_double_nothing(data):
     runner = DummyRunner(
         pages, page_size, memory=memory, copy_fails=lambda: rng.random() < fails, context_length=48
     )
+    gates = [AlwaysAdd(), NeverAdd(), Coin(rng), CostGate(READING), Learner(), Learner(CAUTIOUS)]
+    admission = Admission(
+        draw(st.sampled_from(gates)),
+        prefix_order=draw(st.booleans()),
+        floor=draw(st.integers(2, 4)),
+        patience=draw(st.sampled_from([1, 5, 64])),
+        patience_stops=draw(st.sampled_from([1, 5, 512])),
+    )
     own = engine(
         runner=runner,
         page_size=page_size,
         decide=Chaos(rng),
+        admission=admission,
         max_sequences=slots,
         schedule=draw(st.sampled_from(["eb", "mb", "eb+"])),
         host_kv_bytes=draw(st.sampled_from([0, 64, 1 << 20])),
@@ -464,6 +639,10 @@ def test_random_traces_lose_and_double_nothing(data):
             done.extend(own._finished)
             own._finished.clear()
             own.pool.check([s.table for s in own._running])
+            known = [key for level in own._waiting._levels.values() for key in level.tree._by_key]
+            assert len(known) == len(own._alive) and set(known) == set(own._alive.values())
+            having = len(own._running) + len(own._parked)
+            assert len(own._waiting) == len(known) - having
         return True
 
     for wave in range(5):
@@ -503,3 +682,4 @@ def test_random_traces_lose_and_double_nothing(data):
         assert not any(c.finish_reason == "capacity" for c in whole)
     own.pool.check([])
     assert own.pool.used == 0 and not own._parked and not own._alive
+    assert not own._waiting and not own._waiting._levels and not own._waiting._priorities

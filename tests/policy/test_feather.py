@@ -88,6 +88,26 @@ def test_where_nothing_is_shared_everybody_is_admitted_in_order(gate):
     assert admit(Admission(gate), tree, 32) == list(range(32))
 
 
+def test_without_relatives_a_short_stranger_does_not_go_first():
+    tree = groups_tree(1, 2)
+    tree.insert("long", chain((5,) * 9))
+    tree.insert("short", chain((6,)))
+    tree.insert("relative", chain((5, 5)))
+    admission = Admission(AlwaysAdd())
+    assert admit(admission, tree, 5) == [(0, 0), (0, 1), "long", "relative", "short"]
+
+
+def test_another_of_its_like_has_patience_of_its_own():
+    trees = [groups_tree(1, 2, shared=3) for _ in range(2)]
+    first = Admission(NeverAdd(), floor=2, patience_stops=2)
+    admissions = [first, first.anew()]
+    assert admissions[1].gate is first.gate
+    for tree in trees:
+        tree.insert("stranger", chain((9,)))
+    came = [[admit(a, t, 4) for a, t in zip(admissions, trees, strict=True)] for _ in range(3)]
+    assert came == [[[(0, 0), (0, 1)]] * 2, [[]] * 2, [["stranger"]] * 2]
+
+
 def test_one_prefix_for_all_is_first_come_first_served_too():
     tree = groups_tree(1, 40)
     assert admit(Admission(NeverAdd()), tree, 32) == [(0, i) for i in range(32)]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surge_beam.policy.prefix_digests import (
+    extend_chain,
     path_key,
     path_keys,
     prefix_digests,
@@ -47,12 +48,24 @@ def test_digests_are_equal_where_whole_prefixes_are(rows, chunk):
             assert equal == [i < shared for i in range(len(equal))]
 
 
-def test_the_chain_is_that_of_the_kv_pages():
+def test_the_chain_by_hand():
     tokens = np.arange(160, dtype=np.int32)
     digests, _ = prefix_digests(tokens, [0, 160], 64)
     first = xxhash.xxh3_64_intdigest(tokens[:64].tobytes(), 0)
     second = xxhash.xxh3_64_intdigest(tokens[64:128].tobytes(), first)
     assert digests.tolist() == [first, second] and digests.dtype == np.uint64
+
+
+@given(rows_of_tokens, st.integers(1, 5), st.data())
+def test_a_row_alone_has_the_digests_that_it_has_among_others(rows, chunk, data):
+    """Extended in two goes, as a sequence grows."""
+    for found, row in zip(digest_lists(rows, chunk), rows, strict=True):
+        tokens = np.array(row, np.int32)
+        known = extend_chain([], tokens, chunk, data.draw(st.integers(0, len(found))))
+        assert known == found[: len(known)]
+        assert extend_chain(known, tokens, chunk, len(found)) is known
+        assert known == found
+        assert extend_chain(known, tokens, chunk, 0) == found
 
 
 def test_rows_of_an_arrow_slice():
