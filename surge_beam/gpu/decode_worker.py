@@ -7,31 +7,10 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
-from surge_beam.gpu.engine import Engine, EngineStats
+from surge_beam.gpu.decode_engine import DecodeEngine
+from surge_beam.gpu.engine import Engine
 from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, SurgeError
-
-
-class DecodeEngine(Protocol):
-    """What both engines offer; see ``Engine``.
-
-    Attributes:
-      context_length: most tokens of prompt and completion.
-    """
-
-    context_length: int
-    stats: EngineStats
-
-    def submit(self, request: Request | Checkpoint) -> None: ...
-
-    def cancel(self, custom_id: str) -> bool: ...
-
-    def completions(self) -> Iterator[Completion]: ...
-
-    def checkpoints(self) -> list[Checkpoint]: ...
-
-    def close(self) -> None: ...
 
 
 def load_engine(config: EngineConfig) -> DecodeEngine:

@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from surge_beam.gpu.admission import WaitingRoom, load_admission
+from surge_beam.gpu.decode_engine import DecodeEngine
 from surge_beam.gpu.kv_cache import OutOfPages, PagePool
 from surge_beam.gpu.loading import load_controller, load_runner
-from surge_beam.gpu.randomness import sequence_key
 from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Runner, SampleRow, StepBatch
 from surge_beam.gpu.sequence import HostCopy, Sequence, State
-from surge_beam.gpu.stopping import StopChecker
 from surge_beam.policy import residency
 from surge_beam.policy.feather import Admission
 from surge_beam.policy.phases import PhaseController, PhaseView, StepPlan
 from surge_beam.policy.residency import ResidencyDecision, ResidencyView, SequenceView
-from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, SurgeError
-
-_QUEUE_PER_SLOT = 4
-
-
-@dataclasses.dataclass
-class EngineStats:
-    """Counts since the engine began.
-
-    Attributes:
-      steps, seconds: by kind of step: ``prefill``, ``decode``, ``mixed``.
-      prefill_tokens: tokens whose KV was computed in prefill, repeats after eviction included.
-      recomputed_tokens: those of them that were computed before.
-      decode_tokens: tokens computed one a step.
-      sampled_tokens: tokens chosen.
-      prefix_tokens_saved: tokens whose KV was found in the pool instead.
-      admissions: sequences that got a slot, repeats after eviction included.
-      refusals: steps in which the gate of admission let nobody else in.
-      parks, resumes, evictions, copies_failed: of sequences.
-      finished: completions by finish reason.
-      kv_bytes_read: keys and values that attention read, over all layers.
-      kv_bytes_unshared: what it would have read had each sequence read its prefix alone.
-      peak_pages: most KV pages held at once.
-      memory_ceiling: tokens of the largest step after one that ran out of memory; None if none
-        did.
-    """
-
-    steps: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    seconds: dict[str, float] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(float)
-    )
-    prefill_tokens: int = 0
-    recomputed_tokens: int = 0
-    decode_tokens: int = 0
-    sampled_tokens: int = 0
-    prefix_tokens_saved: int = 0
-    admissions: int = 0
-    refusals: int = 0
-    parks: int = 0
-    resumes: int = 0
-    evictions: int = 0
-    copies_failed: int = 0
-    finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    kv_bytes_read: int = 0
-    kv_bytes_unshared: int = 0
-    peak_pages: int = 0
-    memory_ceiling: int | None = None
+from surge_beam.records import EngineConfig
 
 
 @dataclasses.dataclass
@@ -80,7 +31,7 @@ class _Chunk:
     registered: list[int] = dataclasses.field(default_factory=list)
 
 
-class Engine:
+class Engine(DecodeEngine):
     """Completes requests over one model.
 
     ``submit`` and ``cancel`` may be called from any thread; one thread at a time may draw
@@ -108,161 +59,27 @@ class Engine:
         decide: Callable[[ResidencyView], ResidencyDecision] = residency.decide,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config = config
         self.runner = runner if runner is not None else load_runner(config)
+        super().__init__(
+            config,
+            context_length=self.runner.context_length,
+            decode_text=self.runner.decode_text,
+            stop_ids=self.runner.stop_ids,
+        )
         self.pool = PagePool(self.runner.pages, self.runner.page_size, share=config.share_prefixes)
         self.controller = (
             controller if controller is not None else load_controller(config, self.runner)
         )
         self._decide, self._clock = decide, clock
-        self.context_length = min(
-            self.runner.context_length, config.max_context or self.runner.context_length
-        )
         # a chunk ends on a page's end, so a step holds at least a page
         self._step_tokens = max(config.max_prefill_tokens, self.runner.page_size)
-        self._slots = config.max_sequences
         self._host_pages = config.host_kv_bytes // max(1, self.runner.page_bytes)
-        self.stats = EngineStats()
-        self._lock = threading.Lock()
-        self._inbox: collections.deque[Sequence] = collections.deque()
-        self._cancelled: set[str] = set()
-        self._alive: dict[str, Sequence] = {}
-        self._arrived = 0
         self._waiting = WaitingRoom(
             admission if admission is not None else load_admission(config), self.runner.page_size
         )
         self._refused = False
         self._running: list[Sequence] = []
         self._parked: list[Sequence] = []
-        self._finished: collections.deque[Completion] = collections.deque()
-        self._closed = False
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def submit(self, request: Request | Checkpoint) -> None:
-        """Queues a request, or an unfinished sequence from anywhere.
-
-        What cannot be decoded comes out as a completion with ``error`` or ``capacity``.
-
-        Raises:
-          SurgeError: if the engine is closed, or a request of that custom_id is under way.
-        """
-        checkpoint = request if isinstance(request, Checkpoint) else Checkpoint(request=request)
-        custom_id = checkpoint.request.custom_id
-        if checkpoint.request.sampling.seed is None:
-            checkpoint = _with_seed(checkpoint, self.config.seed)
-        limit = self.context_length - len(checkpoint.request.prompt_ids)
-        if checkpoint.request.sampling.max_tokens is not None:
-            limit = min(limit, checkpoint.request.sampling.max_tokens)
-        stop = StopChecker(
-            self.runner.decode_text,
-            checkpoint.request.sampling,
-            self.runner.stop_ids,
-            max(1, limit),
-        )
-        with self._lock:
-            if self._closed:
-                raise SurgeError("the engine is closed")
-            if custom_id in self._alive:
-                raise SurgeError(f"a request with custom_id {custom_id!r} is under way already")
-            assert checkpoint.request.sampling.seed is not None
-            sequence = Sequence(
-                checkpoint,
-                index=self._arrived,
-                key=sequence_key(checkpoint.request.sampling.seed, custom_id),
-                stop=stop,
-                limit=max(1, limit),
-            )
-            self._arrived += 1
-            self._alive[custom_id] = sequence
-            self._inbox.append(sequence)
-
-    def cancel(self, custom_id: str) -> bool:
-        """Ends a request as ``cancelled`` at the next step; False if none of that name is alive."""
-        with self._lock:
-            if custom_id not in self._alive:
-                return False
-            self._cancelled.add(custom_id)
-            return True
-
-    def completions(self) -> Iterator[Completion]:
-        """Completions as they finish, until nothing is left to do."""
-        while True:
-            while self._finished:
-                yield self._finished.popleft()
-            if not self.step() and not self._finished:
-                return
-
-    def stream(self, requests: Iterable[Request | Checkpoint]) -> Iterator[Completion]:
-        """Completions as they finish; draws requests only as room for them comes, so that any
-        number of them may pass through.
-
-        Decoding waits while the source has nothing to give. Whoever leaves early, or whose source
-        raises, drops what this call has submitted and not yielded.
-        """
-        source = iter(requests)
-        own: set[str] = set()
-        more = True
-        try:
-            while True:
-                while more and len(self._alive) < _QUEUE_PER_SLOT * self._slots:
-                    request = next(source, None)
-                    if request is None:
-                        more = False
-                        break
-                    self.submit(request)
-                    inner = request.request if isinstance(request, Checkpoint) else request
-                    own.add(inner.custom_id)
-                progressed = self.step()
-                while self._finished:
-                    completion = self._finished.popleft()
-                    own.discard(completion.custom_id)
-                    yield completion
-                if not progressed and not more:
-                    return
-        finally:
-            self._drop(own)
-
-    def _drop(self, custom_ids: set[str]) -> None:
-        """Ends requests without a completion."""
-        if custom_ids:
-            for custom_id in custom_ids:
-                self.cancel(custom_id)
-            self._take_in()
-            kept = [c for c in self._finished if c.custom_id not in custom_ids]
-            self._finished = collections.deque(kept)
-
-    def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Completions of all requests, in their order.
-
-        Raises:
-          SurgeError: if two of them have the same custom_id.
-        """
-        order: list[str] = []
-        seen: set[str] = set()
-
-        def noted() -> Iterator[Request]:
-            for request in requests:
-                if request.custom_id in seen:
-                    raise SurgeError(f"two requests have custom_id {request.custom_id!r}")
-                seen.add(request.custom_id)
-                order.append(request.custom_id)
-                yield request
-
-        done = {completion.custom_id: completion for completion in self.stream(noted())}
-        return [done[custom_id] for custom_id in order]
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """All unfinished sequences in their portable form, by arrival; between two steps, or
-        after one that raised.
-        """
-        with self._lock:
-            alive = sorted(self._alive.values(), key=lambda s: s.index)
-            return [sequence.checkpoint() for sequence in alive]
 
     def close(self) -> None:
         """Lets go of the KV pool, and of unfinished sequences; take ``checkpoints`` before."""
@@ -701,12 +518,6 @@ class Engine:
             self._cancelled.discard(completion.custom_id)
         self.stats.finished[reason] += 1
         self._finished.append(completion)
-
-
-def _with_seed(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    sampling = dataclasses.replace(checkpoint.request.sampling, seed=seed)
-    request = dataclasses.replace(checkpoint.request, sampling=sampling)
-    return dataclasses.replace(checkpoint, request=request)
 
 
 def _sample_row(sequence: Sequence) -> SampleRow:

@@ -6,9 +6,7 @@ what it counts, how it fails alone, and how it goes on elsewhere.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import gc
 import importlib
 import logging
@@ -17,30 +15,25 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import psutil
 
+from surge_beam.gpu.decode_engine import DecodeEngine
 from surge_beam.gpu.dummy import is_dummy
-from surge_beam.gpu.engine import EngineStats
 from surge_beam.gpu.gguf_folder import folder_of_gguf
-from surge_beam.gpu.randomness import sequence_key, uniform
+from surge_beam.gpu.randomness import uniform
 from surge_beam.gpu.sequence import Sequence, State
-from surge_beam.gpu.stopping import StopChecker
 from surge_beam.gpu.text_tokenizer import GGUF, find_model
 from surge_beam.gpu.threads import wait_passively
 from surge_beam.records import (
-    Checkpoint,
-    Completion,
     EngineConfig,
-    Request,
     SurgeError,
     TokenLogprob,
 )
 
-_QUEUE_PER_SLOT = 4
 _CPU_BLOCK = 32  # tokens; vLLM's attention on a CPU is slower on smaller or odd ones
 _CUDA_BLOCK = 16  # its kernels take multiples of this
 _CPU_KV_BYTES = 4 << 30
@@ -123,7 +116,7 @@ def start_llm(config: EngineConfig) -> Any:
             ) from error
 
 
-class VllmEngine:
+class VllmEngine(DecodeEngine):
     """Completes requests over one model, with vLLM; the interface is ``Engine``'s.
 
     ``submit`` and ``cancel`` may be called from any thread; one thread at a time may draw
@@ -153,158 +146,21 @@ class VllmEngine:
     """
 
     def __init__(self, config: EngineConfig, *, llm: Any | None = None) -> None:
-        self.config = config
-        self.stats = EngineStats()
-        self._slots = config.max_sequences
-        self._lock = threading.Lock()
-        self._inbox: collections.deque[Sequence] = collections.deque()
-        self._cancelled: set[str] = set()
-        self._alive: dict[str, Sequence] = {}
-        self._arrived = self._given = 0
-        # by the names that vLLM knows them by: custom_ids are anything, and come again
-        self._running: dict[str, Sequence] = {}
-        self._finished: collections.deque[Completion] = collections.deque()
-        self._closed = self._restarted = False
-        self._failure: str | None = None
         self._borrowed = llm is not None
         self._llm: _Llm | None = _Llm(llm if llm is not None else start_llm(config))
-        self._vllm = _import_vllm()
-        self.context_length = min(
-            self._llm.context_length, config.max_context or self._llm.context_length
+        super().__init__(
+            config,
+            context_length=self._llm.context_length,
+            decode_text=self._llm.decode_text,
+            stop_ids=self._llm.stop_ids,
         )
-        self._vocabulary, self._ends = self._llm.vocabulary, self._llm.stop_ids
-        self.decode_text: Callable[[list[int]], str] = self._llm.decode_text
-
-    def __enter__(self) -> VllmEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def submit(self, request: Request | Checkpoint) -> None:
-        """Queues a request, or an unfinished sequence from anywhere.
-
-        What cannot be decoded, or vLLM refuses (a temperature above 2, say), comes out as a
-        completion with ``error``.
-
-        Raises:
-          SurgeError: if the engine is closed, or a request of that custom_id is under way.
-        """
-        checkpoint = request if isinstance(request, Checkpoint) else Checkpoint(request=request)
-        custom_id = checkpoint.request.custom_id
-        sampling = checkpoint.request.sampling
-        if sampling.seed is None:
-            sampling = dataclasses.replace(sampling, seed=self.config.seed)
-            seeded = dataclasses.replace(checkpoint.request, sampling=sampling)
-            checkpoint = dataclasses.replace(checkpoint, request=seeded)
-        assert sampling.seed is not None
-        limit = self._limit(checkpoint.request)
-        stop = StopChecker(self.decode_text, sampling, self._ends, limit)
-        with self._lock:
-            if self._closed:
-                raise SurgeError("the engine is closed")
-            if custom_id in self._alive:
-                raise SurgeError(f"a request with custom_id {custom_id!r} is under way already")
-            sequence = Sequence(
-                checkpoint,
-                index=self._arrived,
-                key=sequence_key(sampling.seed, custom_id),
-                stop=stop,
-                limit=limit,
-            )
-            self._arrived += 1
-            self._alive[custom_id] = sequence
-            self._inbox.append(sequence)
-
-    def _limit(self, request: Request) -> int:
-        """Most output tokens, those of a checkpoint included."""
-        limit = self.context_length - len(request.prompt_ids)
-        if request.sampling.max_tokens is not None:
-            limit = min(limit, request.sampling.max_tokens)
-        return max(1, limit)
-
-    def cancel(self, custom_id: str) -> bool:
-        """Ends a request as ``cancelled`` at the next step; False if none of that name is alive."""
-        with self._lock:
-            if custom_id not in self._alive:
-                return False
-            self._cancelled.add(custom_id)
-            return True
-
-    def completions(self) -> Iterator[Completion]:
-        """Completions as they finish, until nothing is left to do."""
-        while True:
-            while self._finished:
-                yield self._finished.popleft()
-            if not self.step() and not self._finished:
-                return
-
-    def stream(self, requests: Iterable[Request | Checkpoint]) -> Iterator[Completion]:
-        """Completions as they finish; draws requests only as room for them comes, so that any
-        number of them may pass through.
-
-        Decoding waits while the source has nothing to give. Whoever leaves early, or whose source
-        raises, drops what this call has submitted and not yielded.
-        """
-        source = iter(requests)
-        own: set[str] = set()
-        more = True
-        try:
-            while True:
-                while more and len(self._alive) < _QUEUE_PER_SLOT * self._slots:
-                    request = next(source, None)
-                    if request is None:
-                        more = False
-                        break
-                    self.submit(request)
-                    inner = request.request if isinstance(request, Checkpoint) else request
-                    own.add(inner.custom_id)
-                progressed = self.step()
-                while self._finished:
-                    completion = self._finished.popleft()
-                    own.discard(completion.custom_id)
-                    yield completion
-                if not progressed and not more:
-                    return
-        finally:
-            self._drop(own)
-
-    def _drop(self, custom_ids: set[str]) -> None:
-        """Ends requests without a completion."""
-        if custom_ids:
-            for custom_id in custom_ids:
-                self.cancel(custom_id)
-            self._take_in()
-            kept = [c for c in self._finished if c.custom_id not in custom_ids]
-            self._finished = collections.deque(kept)
-
-    def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Completions of all requests, in their order.
-
-        Raises:
-          SurgeError: if two of them have the same custom_id.
-        """
-        order: list[str] = []
-        seen: set[str] = set()
-
-        def noted() -> Iterator[Request]:
-            for request in requests:
-                if request.custom_id in seen:
-                    raise SurgeError(f"two requests have custom_id {request.custom_id!r}")
-                seen.add(request.custom_id)
-                order.append(request.custom_id)
-                yield request
-
-        done = {completion.custom_id: completion for completion in self.stream(noted())}
-        return [done[custom_id] for custom_id in order]
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """All unfinished sequences in their portable form, by arrival; between two steps, or
-        after one that raised.
-        """
-        with self._lock:
-            alive = sorted(self._alive.values(), key=lambda s: s.index)
-            return [sequence.checkpoint() for sequence in alive]
+        self._given = 0
+        # by the names that vLLM knows them by: custom_ids are anything, and come again
+        self._running: dict[str, Sequence] = {}
+        self._restarted = False
+        self._failure: str | None = None
+        self._vllm = _import_vllm()
+        self._vocabulary = self._llm.vocabulary
 
     def close(self) -> None:
         """Stops vLLM, and lets go of unfinished sequences; take ``checkpoints`` before."""
@@ -421,7 +277,7 @@ class VllmEngine:
         assert params.seed is not None
         ends = set(params.stop_token_ids)
         if not params.ignore_eos:
-            ends |= self._ends
+            ends |= self.stop_ids
         chosen: dict[str, Any] = {
             "max_tokens": self._limit(sequence.request) - sequence.decoded,
             "temperature": params.temperature,

@@ -106,6 +106,8 @@ def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Ite
             clear(store)
             before = None
         if before != json.loads(json.dumps(content)):
+            # of a run under other settings, which committed nothing
+            store.remove_tree(COMPLETIONS)
             store.put(CONFIG, json.dumps(content, indent=1).encode())
         store.remove_tree(Store.TEMPORARY)
         yield run

@@ -666,7 +666,8 @@ class SuperBatchReader:
         config = self._config
         for name, value in hive_values(source.name).items():
             kept = config.keep_columns is None or name in config.keep_columns
-            if kept and name not in config.partition_by and name not in table.column_names:
+            wanted = kept or name in config.optional_columns
+            if wanted and name not in config.partition_by and name not in table.column_names:
                 constant = pa.repeat(pa.scalar(value, pa.string()), table.num_rows)
                 table = table.append_column(name, constant)
         return table

@@ -15,6 +15,7 @@ import apache_beam as beam
 import numpy as np
 
 from surge_beam.records import Segment, SuperBatchPlan, pack, unpack
+from surge_beam.transforms import manifest
 from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.plan import IDS
 from surge_beam.transforms.prompt_batch import decode, encode, rows_where
@@ -87,7 +88,15 @@ class Remembered(beam.DoFn):
     def process(self, _: Any, after: Any) -> Iterator[tuple[int, bytes]]:
         """``after`` is there to be waited for: planned blocks have forgotten their ids by then."""
         store = Store(self._output)
+        committed = manifest.load(store)
+        # numpy takes trailing zeros off bytes
+        whole = {x.ljust(16, b"\0").hex() for x in committed.table["fingerprint"].tolist()}
         for name in store.walk(IDS):
+            fingerprint, parts, part = name.rpartition("/")[2].split("-")
+            key = manifest.part_key(fingerprint, int(part), int(parts))
+            if fingerprint not in whole and key not in committed.parts:
+                # left by a run that ended before it committed them
+                continue
             data = store.get(name)
             digests = (data[i : i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES))
             yield from by_shard((d, "", 0, "", 0) for d in digests)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from surge_beam.gpu.decode_engine import EngineStats
 from surge_beam.gpu.decode_worker import DecodeWorker, load_engine, shared_decode_worker
-from surge_beam.gpu.engine import Engine, EngineStats
+from surge_beam.gpu.engine import Engine
 from surge_beam.records import (
     Checkpoint,
     Completion,

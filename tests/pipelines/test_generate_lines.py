@@ -388,7 +388,6 @@ def test_growth(tmp_path: Path) -> None:
     settled(output)
 
 
-@pytest.mark.xfail(strict=True, reason="row_ids.Remembered takes ids of uncommitted blocks too")
 def test_a_file_under_another_name_after_a_kill(tmp_path: Path) -> None:
     """Ids of a block that was never committed are free."""
     write_lines(tmp_path / "in" / "a.jsonl", [text_line("x", "one"), text_line("y", "two")])

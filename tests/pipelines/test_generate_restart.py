@@ -171,7 +171,6 @@ def test_killed_while_the_two_files_are_made(tmp_path: Path) -> None:
     assert state(output) == state(tmp_path / "whole")
 
 
-@pytest.mark.xfail(strict=True, reason="job.exclusive keeps completions of other settings")
 def test_completions_of_other_settings_are_not_reused(tmp_path: Path) -> None:
     """Of a run that was killed before it committed anything, so that others are not refused."""
     source = tmp_path / "in" / "a.parquet"
