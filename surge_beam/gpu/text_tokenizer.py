@@ -122,7 +122,7 @@ class DummyTokenizer:
 
 
 def load_text_tokenizer(config: EngineConfig) -> PromptTokenizer:
-    """The tokenizer of a recipe's model; loads neither its weights nor torch.
+    """The tokenizer of a recipe's model; loads none of its weights.
 
     Raises:
       SurgeError: if the model or its tokenizer is not there, or broken.
