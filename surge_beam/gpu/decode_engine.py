@@ -167,6 +167,12 @@ class DecodeEngine(abc.ABC):
             if not self.step() and not self._finished:
                 return
 
+    def finished(self) -> list[Completion]:
+        """Completions that nobody has taken; without a step, so also after one that raised."""
+        found = list(self._finished)
+        self._finished.clear()
+        return found
+
     def stream(self, requests: Iterable[Request | Checkpoint]) -> Iterator[Completion]:
         """Completions as they finish; draws requests only as room for them comes, so that any
         number of them may pass through.

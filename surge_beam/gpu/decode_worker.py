@@ -88,8 +88,10 @@ class DecodeWorker:
             return
         if completion is None:
             raise SurgeError("the decode engine has ended before all of its requests did")
-        owner = self._owners.pop(completion.custom_id)
-        owner.done.append(completion)
+        self._hand_over(completion)
+
+    def _hand_over(self, completion: Completion) -> None:
+        self._owners.pop(completion.custom_id).done.append(completion)
 
     def _restart(self, error: Exception) -> None:
         """Builds the engine anew and repeats only what had not finished."""
@@ -99,6 +101,8 @@ class DecodeWorker:
         logging.getLogger(__name__).warning(
             "the decode engine failed and is started anew: %s: %s", type(error).__name__, error
         )
+        for completion in self.engine.finished():
+            self._hand_over(completion)
         unfinished = self.engine.checkpoints()
         self.engine.close()
         self.engine = self._load(self.config)

@@ -69,6 +69,9 @@ class FakeEngine:
                 completion_tokens=len(checkpoint.output_ids),
             )
 
+    def finished(self) -> list[Completion]:
+        return []
+
     def checkpoints(self) -> list[Checkpoint]:
         return list(self.waiting.values())
 
@@ -184,8 +187,12 @@ def test_a_real_engine_that_fails_once_goes_on_where_it_was(
     visit = worker.visit()
     wanted = [request(f"row {i}", 20) for i in range(6)]
     visit.add(wanted)
+    left[0] = 1
+    # ends in the very step that fails, and must not be lost with it
+    visit.add([Request(custom_id="empty", prompt_ids=())])
     found = {c.custom_id: c for c in visit.take()}
     assert worker.restarts == 1
+    assert found.pop("empty").finish_reason == "error" and len(found) == 6
     with Engine(CONFIG) as alone:
         for completion in alone.generate(wanted):
             mine = found[completion.custom_id]
