@@ -46,11 +46,11 @@ from surge_beam.transforms.batch_lines import not_completed
 from surge_beam.transforms.decode import DecodeRounds, RoundConfig
 from surge_beam.transforms.embed import ACCELERATOR, LETTERS, NAMESPACE
 from surge_beam.transforms.files import absolute_model
-from surge_beam.transforms.generate_files import COLUMNS, PIECE_ROWS
+from surge_beam.transforms.generate_files import COLUMNS
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.plan_files import keyed
 from surge_beam.transforms.prefix_partition import MAX_DELAY_SECS, BatchLimits
-from surge_beam.transforms.prompt_batch import decode, encode, prompt_batch, sampling_json
+from surge_beam.transforms.prompt_batch import PIECE_ROWS, decode, encode, encoded_batches
 from surge_beam.transforms.prompts import (
     Prompt,
     PromptConfig,
@@ -381,7 +381,6 @@ class _Tokenize(beam.DoFn):
     def __init__(self, prompts: PromptConfig, engine: EngineConfig) -> None:
         self._prompts, self._engine = prompts, engine
         self._columns = {*prompts.required_columns, *prompts.optional_columns}
-        self._sampling = sampling_json(prompts.sampling)
 
     def setup(self) -> None:
         keep_metric_ids_apart()
@@ -404,19 +403,7 @@ class _Tokenize(beam.DoFn):
         waiting = _Waiting(block.items, len(requests), refused)
         yield TaggedOutput("waiting", (owner, pack(waiting)))
         accepted = [(i, r) for i, r in enumerate(requests) if isinstance(r, Request)]
-        for at in range(0, len(accepted), PIECE_ROWS):
-            yield self._batch(owner, accepted[at : at + PIECE_ROWS])
-
-    def _batch(self, owner: str, accepted: list[tuple[int, Request]]) -> bytes:
-        return encode(
-            prompt_batch(
-                [owner] * len(accepted),
-                [row for row, _ in accepted],
-                [request.custom_id for _, request in accepted],
-                [request.prompt_ids for _, request in accepted],
-                [self._sampling] * len(accepted),
-            )
-        )
+        yield from encoded_batches(owner, accepted)
 
 
 def _rows(batch: pa.RecordBatch, names: set[str]) -> list[Row]:

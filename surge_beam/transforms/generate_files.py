@@ -46,7 +46,7 @@ from surge_beam.transforms.plan_files import (
     plans_of,
 )
 from surge_beam.transforms.prefix_partition import BatchLimits
-from surge_beam.transforms.prompt_batch import encode, prompt_batch, sampling_json
+from surge_beam.transforms.prompt_batch import encoded_batches
 from surge_beam.transforms.prompts import Prompt, PromptConfig, Refusal, render
 from surge_beam.transforms.read import (
     ReadConfig,
@@ -80,8 +80,6 @@ COLUMNS = pa.schema(
     ]
 )
 OUTPUT_LINE = "output"
-# rows of an encoded prompt batch: some thousand tokens each keep it within a few MB
-PIECE_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,8 +325,8 @@ class _Tokenize(_Blocks):
         if self._config.names_rows:
             forget(self._store, plan)
             yield from self._ids(plan, origin, accepted)
-        left = {i: r for i, r in accepted.items() if i not in known}
-        yield from self._batches(plan, left)
+        left = [(i, r) for i, r in accepted.items() if i not in known]
+        yield from encoded_batches(plan.id, left)
 
     def _ids(
         self, plan: SuperBatchPlan, origin: np.ndarray, accepted: dict[int, Request]
@@ -341,21 +339,6 @@ class _Tokenize(_Blocks):
             places.append((id_digest_bytes(request.custom_id), name, number, plan.id, i))
         for pair in by_shard(places):
             yield beam.pvalue.TaggedOutput("ids", pair)
-
-    def _batches(self, plan: SuperBatchPlan, left: dict[int, Request]) -> Iterator[bytes]:
-        rows = list(left)
-        for at in range(0, len(rows), PIECE_ROWS):
-            some = rows[at : at + PIECE_ROWS]
-            requests = [left[i] for i in some]
-            yield encode(
-                prompt_batch(
-                    [plan.id] * len(some),
-                    some,
-                    [r.custom_id for r in requests],
-                    [r.prompt_ids for r in requests],
-                    [sampling_json(r.sampling) for r in requests],
-                )
-            )
 
 
 @dataclasses.dataclass

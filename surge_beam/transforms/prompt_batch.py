@@ -12,6 +12,8 @@ import pyarrow as pa
 from surge_beam.policy.prefix_digests import CHUNK, path_keys, prefix_digests
 from surge_beam.records import Checkpoint, Request, SamplingParams
 
+# some thousand tokens a row keep an element within a few MB
+PIECE_ROWS = 256
 # ``owner`` and ``row`` say where the answer goes; ``sampling`` is JSON, since its fields may grow;
 # ``progress`` is a Checkpoint as JSON, of rows that were begun elsewhere.
 SCHEMA = pa.schema(
@@ -104,6 +106,21 @@ def encode(batch: pa.RecordBatch) -> bytes:
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)
     return sink.getvalue().to_pybytes()
+
+
+def encoded_batches(owner: str, requests: Sequence[tuple[int, Request]]) -> Iterator[bytes]:
+    """Encoded batches of the requests of one owner, by row, of ``PIECE_ROWS`` rows each."""
+    for at in range(0, len(requests), PIECE_ROWS):
+        some = requests[at : at + PIECE_ROWS]
+        yield encode(
+            prompt_batch(
+                [owner] * len(some),
+                [row for row, _ in some],
+                [request.custom_id for _, request in some],
+                [request.prompt_ids for _, request in some],
+                [sampling_json(request.sampling) for _, request in some],
+            )
+        )
 
 
 def decode(data: bytes) -> pa.RecordBatch:
