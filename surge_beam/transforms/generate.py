@@ -51,13 +51,7 @@ from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.plan_files import keyed
 from surge_beam.transforms.prefix_partition import MAX_DELAY_SECS, BatchLimits
 from surge_beam.transforms.prompt_batch import PIECE_ROWS, decode, encode, encoded_batches
-from surge_beam.transforms.prompts import (
-    Prompt,
-    PromptConfig,
-    Refusal,
-    compiled_template,
-    conversation,
-)
+from surge_beam.transforms.prompts import Prompt, PromptConfig, Refusal, prompt_of
 from surge_beam.transforms.superbatch import MAX_BYTES, Row, as_dict, refuse_dask, split
 from surge_beam.transforms.tokenizing import Tokenizing
 
@@ -414,60 +408,6 @@ def _rows(batch: pa.RecordBatch, names: set[str]) -> list[Row]:
         if name in names
     }
     return [{name: column[i] for name, column in columns.items()} for i in range(batch.num_rows)]
-
-
-def prompt_of(config: PromptConfig, row: Row, name: str) -> Prompt | Refusal:
-    """The prompt of a row, or why there is none.
-
-    Args:
-      config: of a column, a template or messages.
-      name: of the row, if it has no id column.
-    """
-    if config.id_column is not None:
-        value = row.get(config.id_column)
-        name = "" if value is None else str(value)
-        if not name or not _is_unicode(name):
-            fault = "is no valid Unicode" if name else "is empty"
-            return Refusal("EmptyId", f"the id in column {config.id_column!r} {fault}")
-    if config.template is not None:
-        try:
-            text = compiled_template(config.template).render(row)
-        except Exception as error:
-            return Refusal("TemplateError", f"the template fails: {type(error).__name__}: {error}")
-        return _of_text(config, name, text, "what the template gives")
-    column = config.column or config.messages
-    assert column is not None
-    value = row.get(column)
-    if value is None:
-        if column in row:
-            return Refusal("NullPrompt", f"column {column!r} is null")
-        return Refusal("MissingPrompt", f"the row has no column {column!r}")
-    if config.messages is None:
-        return _of_text(config, name, value, f"column {column!r}")
-    messages = conversation(value)
-    if isinstance(messages, Refusal):
-        return messages
-    if not _is_unicode(json.dumps(messages, ensure_ascii=False, default=str)):
-        return Refusal("NotText", f"column {column!r} holds no valid Unicode")
-    return Prompt(name, config.sampling, messages=messages)
-
-
-def _of_text(config: PromptConfig, name: str, text: Any, where: str) -> Prompt | Refusal:
-    if not isinstance(text, str):
-        return Refusal("NotText", f"{where} is a {type(text).__name__}, not text")
-    if not text:
-        return Refusal("EmptyPrompt", "the prompt is empty")
-    if not _is_unicode(text):
-        return Refusal("NotText", f"{where} is no valid Unicode")
-    return Prompt(name, config.sampling, text=text)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _Joining(beam.DoFn):

@@ -18,6 +18,7 @@ from surge_beam.transforms.batch_lines import (
     parse_line,
     parse_messages,
 )
+from surge_beam.transforms.read import rows_of
 from surge_beam.transforms.textfiles import LINE_COLUMN, MAX_LINE_BYTES
 
 
@@ -116,15 +117,14 @@ def render(
             else:
                 yield _of_line(found)
         return
-    names = _ids(table, config.id_column) if config.id_column is not None else iter(ids)
-    prompts = _prompts(config, table, segment)
-    for custom_id, prompt in zip(names, prompts, strict=True):
-        if custom_id is None or not custom_id:
-            yield Refusal("EmptyId", f"the id in column {config.id_column!r} is empty")
-        elif isinstance(prompt, Refusal):
-            yield prompt
-        else:
-            yield dataclasses.replace(prompt, custom_id=custom_id)
+    columns = (*config.required_columns, *config.optional_columns)
+    columns = tuple(name for name in dict.fromkeys(columns) if name in table.column_names)
+    keys: dict[str, Any] = {}
+    # only folders of key columns hold a plain equals sign
+    if "=" in segment.folder:
+        keys = {name: key["value"] for name, key in json.loads(segment.values).items()}
+    for row, name in zip(rows_of(table, columns), ids, strict=True):
+        yield prompt_of(config, {**keys, **row}, name)
 
 
 def _of_line(found: BatchRequest) -> Prompt:
@@ -133,53 +133,58 @@ def _of_line(found: BatchRequest) -> Prompt:
     return Prompt(found.custom_id, found.sampling, text, token_ids, found.messages)
 
 
-def _ids(table: pa.Table, column: str) -> Iterator[str | None]:
-    for value in table.column(column).to_pylist():
-        yield None if value is None else value if isinstance(value, str) else str(value)
+def prompt_of(config: PromptConfig, row: dict[str, Any], name: str) -> Prompt | Refusal:
+    """The prompt of a row, or why there is none.
 
-
-def _prompts(config: PromptConfig, table: pa.Table, segment: Segment) -> Iterator[Prompt | Refusal]:
+    Args:
+      config: of a column, a template or messages.
+      name: of the row, if it has no id column.
+    """
+    if config.id_column is not None:
+        value = row.get(config.id_column)
+        name = "" if value is None else str(value)
+        if not name or not _is_unicode(name):
+            fault = "is no valid Unicode" if name else "is empty"
+            return Refusal("EmptyId", f"the id in column {config.id_column!r} {fault}")
     if config.template is not None:
-        yield from _templated(config, table, segment)
-        return
-    name = config.column or config.messages
-    assert name is not None
-    for value in table.column(name).to_pylist():
-        if value is None:
-            yield Refusal("NullPrompt", f"column {name!r} is null")
-        elif config.messages is not None:
-            messages = conversation(value)
-            if isinstance(messages, Refusal):
-                yield messages
-            else:
-                yield Prompt("", config.sampling, messages=messages)
-        else:
-            yield _text(config, value)
+        try:
+            text = compiled_template(config.template).render(row)
+        except Exception as error:
+            return Refusal("TemplateError", f"the template fails: {type(error).__name__}: {error}")
+        return _of_text(config, name, text, "what the template gives")
+    column = config.column or config.messages
+    assert column is not None
+    value = row.get(column)
+    if value is None:
+        if column in row:
+            return Refusal("NullPrompt", f"column {column!r} is null")
+        return Refusal("MissingPrompt", f"the row has no column {column!r}")
+    if config.messages is None:
+        return _of_text(config, name, value, f"column {column!r}")
+    messages = conversation(value)
+    if isinstance(messages, Refusal):
+        return messages
+    if not _is_unicode(json.dumps(messages, ensure_ascii=False, default=str)):
+        return Refusal("NotText", f"column {column!r} holds no valid Unicode")
+    return Prompt(name, config.sampling, messages=messages)
 
 
-def _text(config: PromptConfig, text: str) -> Prompt | Refusal:
+def _of_text(config: PromptConfig, name: str, text: Any, where: str) -> Prompt | Refusal:
+    if not isinstance(text, str):
+        return Refusal("NotText", f"{where} is a {type(text).__name__}, not text")
     if not text:
         return Refusal("EmptyPrompt", "the prompt is empty")
-    return Prompt("", config.sampling, text=text)
+    if not _is_unicode(text):
+        return Refusal("NotText", f"{where} is no valid Unicode")
+    return Prompt(name, config.sampling, text=text)
 
 
-def _templated(
-    config: PromptConfig, table: pa.Table, segment: Segment
-) -> Iterator[Prompt | Refusal]:
-    assert config.template is not None
-    template = compiled_template(config.template)
-    names = [n for n in _variables(config.template) if n in table.column_names]
-    keys: dict[str, Any] = {}
-    # only folders of key columns hold a plain equals sign
-    if "=" in segment.folder:
-        keys = {name: key["value"] for name, key in json.loads(segment.values).items()}
-    for row in table.select(names).to_pylist():
-        try:
-            text = template.render({**keys, **row})
-        except Exception as error:
-            yield Refusal("TemplateError", f"the template fails: {type(error).__name__}: {error}")
-            continue
-        yield _text(config, text)
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=8)

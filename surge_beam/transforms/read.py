@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -750,6 +750,20 @@ def row_letter(
         record=record_json(read.table, row, read.segment),
         attempts=attempts,
     )
+
+
+def rows_of(table: pa.Table, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Some columns as rows; a value that Python cannot hold, such as a date, becomes text."""
+    if not columns:
+        return [{} for _ in range(table.num_rows)]
+    try:
+        return list(table.select(columns).to_pylist())
+    except (ValueError, ArithmeticError, pa.ArrowException):
+        named = {name: table.column(name) for name in columns}
+        return [
+            {name: _plain(column, row) for name, column in named.items()}
+            for row in range(table.num_rows)
+        ]
 
 
 def record_json(table: pa.Table, row: int, segment: Segment | None = None) -> str:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from surge_beam.records import SamplingParams, Segment, SurgeError
 from surge_beam.transforms import prompts
 from surge_beam.transforms.prompts import Prompt, PromptConfig, Refusal, conversation, render
+from surge_beam.transforms.read import rows_of
 from surge_beam.transforms.textfiles import LINE_COLUMN
 
 SAMPLING = SamplingParams(max_tokens=3, temperature=0.5)
@@ -195,3 +196,12 @@ def test_settings_that_contradict() -> None:
 def test_a_config_travels() -> None:
     config = PromptConfig(template="{{ a }}", id_column="i", sampling=SAMPLING)
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_value_that_python_cannot_hold_is_text() -> None:
+    far = pa.array([0, 1 << 60], pa.timestamp("s"))
+    table = pa.table({"when": far, "name": ["a", "b"]})
+    first, second = rows_of(table, ("name", "when"))
+    assert first["name"] == "a" and second["name"] == "b"
+    assert isinstance(second["when"], str) and second["when"]
+    assert rows_of(table, ()) == [{}, {}]
