@@ -168,6 +168,9 @@ def settings_of(config: GenerateConfig) -> dict:
         "stop": list(sampling.stop),
         "end_on_repetition": sampling.end_on_repetition,
         "seed": engine.seed,
+        # the native engine's completions depend on none of these
+        "rounds": [config.rounds, config.slice_tokens] if engine.engine == "vllm" else None,
+        "kv_bytes": engine.kv_bytes if engine.engine == "vllm" else None,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import threading
@@ -36,6 +37,9 @@ class DecodeWorker:
       config: the engine's recipe.
       load: builds an engine.
 
+    Attributes:
+      broken: what ended the engine for good; ``shared_decode_worker`` makes another then.
+
     Raises:
       SurgeError: if the engine cannot be built.
     """
@@ -46,9 +50,9 @@ class DecodeWorker:
         self.config, self._load = config, load
         self.engine = load(config)
         self.restarts = 0
+        self.broken: BaseException | None = None
         self._lock = threading.RLock()
         self._owners: dict[str, Visit] = {}
-        self._changed = threading.Condition(self._lock)
 
     def visit(self) -> Visit:
         """A share of the engine for one bundle."""
@@ -58,6 +62,7 @@ class DecodeWorker:
         """Queues a request for a visit, once no other one of the same custom_id is under way."""
         inner = request.request if isinstance(request, Checkpoint) else request
         with self._lock:
+            self._check()
             while inner.custom_id in self._owners:
                 # another attempt at the same bundle; its row has to end first
                 self._step()
@@ -68,17 +73,26 @@ class DecodeWorker:
         """Drives the engine until something of a visit has finished."""
         with self._lock:
             while not visit.done:
+                self._check()
                 self._step()
 
     def withdraw(self, visit: Visit) -> None:
         """Ends what is left of a visit."""
         with self._lock:
             own = [name for name, owner in self._owners.items() if owner is visit]
+            if self.broken is not None:
+                for name in own:
+                    del self._owners[name]
+                own = []
             for name in own:
                 self.engine.cancel(name)
             while any(self._owners.get(name) is visit for name in own):
                 self._step()
             visit.done.clear()
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise SurgeError(f"the decode engine is gone: {self.broken}") from self.broken
 
     def _step(self) -> None:
         try:
@@ -96,6 +110,7 @@ class DecodeWorker:
     def _restart(self, error: Exception) -> None:
         """Builds the engine anew and repeats only what had not finished."""
         if self.restarts:
+            self.broken = error
             raise error
         self.restarts += 1
         logging.getLogger(__name__).warning(
@@ -105,7 +120,11 @@ class DecodeWorker:
             self._hand_over(completion)
         unfinished = self.engine.checkpoints()
         self.engine.close()
-        self.engine = self._load(self.config)
+        try:
+            self.engine = self._load(self.config)
+        except Exception as again:
+            self.broken = again
+            raise
         for checkpoint in unfinished:
             self.engine.submit(checkpoint)
 
@@ -156,4 +175,10 @@ _LOADING = threading.Lock()
 def shared_decode_worker(config: EngineConfig) -> DecodeWorker:
     """The decode worker of this process; the first call loads the model."""
     with _LOADING:
-        return _shared(config)
+        worker = _shared(config)
+        if worker.broken is not None:
+            with contextlib.suppress(Exception):
+                worker.engine.close()
+            _shared.cache_clear()
+            worker = _shared(config)
+        return worker

@@ -14,6 +14,9 @@ from surge_beam.gpu.encoder import model_folder
 from surge_beam.records import EngineConfig, SurgeError
 
 GGUF = ".gguf"
+_LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
+_NO_LIMIT = 1 << 31
+_KV_BYTES = 1 << 15
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -141,7 +144,7 @@ def load_text_tokenizer(config: EngineConfig) -> PromptTokenizer:
     check_fast(tokenizer, config.model)
     return TextTokenizer(
         tokenizer=tokenizer,
-        context_length=context_length(described),
+        context_length=context_length(described, exact=config.engine == "native"),
         vocabulary=int(described.vocab_size),
         name=config.model,
     )
@@ -213,17 +216,22 @@ def check_fast(tokenizer: Any, name: str) -> None:
     tokenizer.backend_tokenizer.no_padding()
 
 
-def context_length(config: Any) -> int:
-    """Tokens of a sequence for which the config's rotary positions are exact.
+def context_length(config: Any, *, exact: bool = True) -> int:
+    """Tokens of a sequence for which the config's rotary positions are exact; a very large number
+    for a family that has no limit.
 
     Dynamic scaling is constant up to ``max_position_embeddings``, longrope up to the original
     length. Yarn (arXiv 2309.00071) reaches ``factor`` times the original length; some configs keep
     that length in ``max_position_embeddings``.
+
+    Args:
+      exact: without it, longrope's whole length counts, as vLLM takes it.
     """
-    length = int(config.max_position_embeddings)
+    named = (getattr(config, name, None) for name in _LENGTHS)
+    length = int(next((value for value in named if value), _NO_LIMIT))
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
-    if original and rope["rope_type"] == "longrope":
+    if exact and original and rope["rope_type"] == "longrope":
         return min(length, int(original))
     if original and rope["rope_type"] == "yarn":
         return max(length, int(original * (rope.get("factor") or 1.0)))
@@ -245,7 +253,10 @@ def kv_bytes_per_token(config: EngineConfig) -> int:
         described = GgufFile(path).config()
     else:
         described = folder_config(path)
-    heads = int(described.num_attention_heads)
+    heads = int(getattr(described, "num_attention_heads", None) or 0)
+    if not heads or not getattr(described, "hidden_size", None):
+        # no attention, or one that is described in other words
+        return _KV_BYTES
     keys = int(getattr(described, "num_key_value_heads", None) or heads)
     size = int(getattr(described, "head_dim", None) or described.hidden_size // heads)
     return int(described.num_hidden_layers) * 2 * keys * size * 2

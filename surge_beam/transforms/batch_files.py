@@ -15,14 +15,16 @@ from surge_beam.transforms import manifest
 from surge_beam.transforms.batch_lines import RefusedLine, ServedModels, error_line, parse_line
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.generate_files import OUTPUT_LINE
+from surge_beam.transforms.job import BATCH_FILES
 from surge_beam.transforms.read import FILE_LETTERS
 from surge_beam.transforms.write import letters_folder
 
-OUTPUT = "output.jsonl"
-ERRORS = "errors.jsonl"
+OUTPUT, ERRORS = BATCH_FILES
 # of what is found wrong with a line that is a request
-_STATUS = {"duplicate_custom_id": None, "engine_error": 500, "capacity_exceeded": 500}
-_ANY_MODEL = ServedModels("*", ("*",))
+_STATUS = {
+    **dict.fromkeys(("duplicate_custom_id", "invalid_json", "line_too_long")),
+    **dict.fromkeys(("engine_error", "capacity_exceeded"), 500),
+}
 
 
 def assemble(store: Store, models: ServedModels) -> None:
@@ -98,6 +100,7 @@ def _rows(store: Store, name: str) -> Iterator[dict[str, Any]]:
 def _error(letter: dict[str, Any], models: ServedModels) -> str:
     line = json.loads(letter["record"])["line"].encode() if letter["record"] else b""
     found = parse_line(line, models=models, defaults=SamplingParams())
-    status = found.status if isinstance(found, RefusedLine) else _STATUS.get(letter["error"], 400)
+    # by its error first: invalid bytes are escapes in the letter, and may parse there
+    status = _STATUS.get(letter["error"], found.status if isinstance(found, RefusedLine) else 400)
     refused = RefusedLine(found.custom_id, letter["error"], letter["message"], status)
     return error_line(refused, file=letter["file"], line=letter["row"] or 0)

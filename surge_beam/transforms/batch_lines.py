@@ -679,6 +679,6 @@ def _shown(value: Any) -> str:
         return "a list" if type(value) is list else "an object"
     if type(value) is str and len(value) > _SHOWN_CHARACTERS:
         value = value[:_SHOWN_CHARACTERS] + "..."
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=str)
     # of an integer of many digits
     return text if type(value) is str or len(text) <= _SHOWN_CHARACTERS else text[:20] + "..."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from apache_beam.utils.timestamp import MAX_TIMESTAMP, Timestamp
 from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, pack
-from surge_beam.transforms import manifest
+from surge_beam.transforms import stats_files
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.journal import CompletionJournal, Entry, request_digest
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
@@ -24,7 +23,6 @@ from surge_beam.transforms.plan_files import NAMESPACE, keyed, on_device
 from surge_beam.transforms.prefix_partition import (
     MAX_DELAY_SECS,
     BatchLimits,
-    ByLeadingChunk,
     FormPrefixBatches,
     PartitionByPrefix,
 )
@@ -37,9 +35,8 @@ from surge_beam.transforms.prompt_batch import (
 )
 
 ANSWERS_PER_ELEMENT = 64
-STATS_SECONDS = 5.0
+STATS_SECONDS = 15.0
 REGROUP_SHARDS = 64
-DECODED = "decoded-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +106,7 @@ class DecodeRounds(beam.PTransform):
             unfinished.element_type = bytes
             batches = (
                 unfinished
-                | f"Regroup{number}"
-                >> beam.ParDo(ByLeadingChunk(REGROUP_SHARDS)).with_output_types(tuple[int, bytes])
+                | f"Regroup{number}" >> PartitionByPrefix(config.ranges)
                 | f"FormBatches{number}" >> FormPrefixBatches(config.batch, config.max_delay_secs)
             )
         return answers | "Answers" >> beam.Flatten()
@@ -129,16 +125,23 @@ class _Decode(beam.DoFn):
 
     def setup(self) -> None:
         keep_metric_ids_apart()
+        config = self._config
+        self._worker = self._load()
+        self._visit = self._worker.visit()
+        self._journal: CompletionJournal | None = None
+        self._store = Store(config.output) if config.output is not None else None
+
+    def _load(self) -> Any:
         from surge_beam.gpu.decode_worker import shared_decode_worker
 
-        config = self._config
-        self._worker = shared_decode_worker(config.engine)
-        self._visit = self._worker.visit()
-        self._store = Store(config.output) if config.output is not None else None
+        return shared_decode_worker(self._config.engine)
 
     def start_bundle(self) -> None:
         # of a bundle that failed, whose rows come again
         self._visit.close()
+        if self._journal is not None:
+            self._journal.close()
+        self._worker = self._load()
         self._visit = self._worker.visit()
         # rows of one id are decoded one after the other
         self._under_way: dict[str, list[_UnderWay]] = {}
@@ -213,11 +216,12 @@ class _Decode(beam.DoFn):
             )
             yield beam.pvalue.TaggedOutput("unfinished", encode(batch))
             return
-        if self._journal is not None:
-            self._journal.add(
-                Entry(under_way.owner, under_way.row, request_digest(request), completion)
-            )
-        self._stats.rows += 1
+        # what failed may go better in the next run
+        failed = completion.finish_reason in ("error", "capacity", "cancelled")
+        if self._journal is not None and not failed:
+            digest = request_digest(request, self._config.engine)
+            self._journal.add(Entry(under_way.owner, under_way.row, digest, completion))
+        self._stats.rows += not failed
         self._stats.saved += completion.cached_tokens
         self._rows.inc()
         self._tokens.inc(completion.completion_tokens)
@@ -243,7 +247,7 @@ class _Decode(beam.DoFn):
         return WindowedValue(value, self._earliest, (GlobalWindow(),))
 
     def _report(self) -> None:
-        """A manifest entry that commits nothing: what a progress line and the report count."""
+        """What a progress line and the report count."""
         stats, self._stats = self._stats, _Stats()
         if self._store is None or not (stats.rows or stats.tokens):
             return
@@ -255,7 +259,7 @@ class _Decode(beam.DoFn):
             "seconds": round(stats.seconds, 6),
             "ended": time.time(),
         }
-        manifest.write(self._store, self._config.run, f"{DECODED}{uuid.uuid4().hex}", header, [])
+        stats_files.put(self._store, self._config.run, header)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,6 +226,13 @@ def _version(full: str, info: dict[str, Any]) -> str:
     return ""
 
 
+def current_version(url: str) -> str:
+    """Size and version of a file as they are now."""
+    fs, path = filesystem(url)
+    info = fs.info(path)
+    return f"{info.get('size')}:{_version(path, info)}"
+
+
 def has_magic(path: str) -> bool:
     return any(c in path for c in "*?[")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,7 @@ from surge_beam.transforms.batch_lines import (
     parse_line,
 )
 from surge_beam.transforms.decode import DecodeRounds, RoundConfig
-from surge_beam.transforms.files import Store, absolute_model
+from surge_beam.transforms.files import Store, absolute_model, current_version
 from surge_beam.transforms.guard import shared_guard
 from surge_beam.transforms.journal import journals, read_journal, request_digest
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
@@ -61,8 +62,9 @@ from surge_beam.transforms.row_ids import (
     FindDoubled,
     Remembered,
     by_shard,
-    forget,
+    forget_others,
     id_digest_bytes,
+    planned_ids,
     remember,
 )
 from surge_beam.transforms.superbatch import refuse_dask
@@ -80,6 +82,7 @@ COLUMNS = pa.schema(
     ]
 )
 OUTPUT_LINE = "output"
+JOURNAL_ENTRIES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,19 +193,19 @@ class GenerateFiles(beam.PTransform):
             | "PlansAndJournals" >> beam.Flatten()
             | "JoinJournals" >> beam.GroupByKey()
             | "Tokenize"
-            >> beam.ParDo(_Tokenize(config)).with_outputs("begun", "ids", main="prompts")
+            >> beam.ParDo(_Tokenize(config)).with_outputs("begun", "ids", "planned", main="prompts")
         )
         prompts = tokenized.prompts
         prompts.element_type = bytes
         outcomes = [keyed(tokenized.begun, KV[str, bytes])]
         if config.names_rows:
-            read = tokenized.begun | "BlocksRead" >> beam.combiners.Count.Globally()
+            planned = tokenized.planned | "PlannedIds" >> beam.Map(lambda pair: pair)
             remembered = (
                 pipeline
                 | "Ids" >> beam.Create([None])
                 | "Remembered"
                 >> beam.ParDo(
-                    Remembered(config.output), beam.pvalue.AsSingleton(read)
+                    Remembered(config.output), beam.pvalue.AsIter(planned)
                 ).with_output_types(tuple[int, bytes])
             )
             doubled = (
@@ -244,11 +247,14 @@ class _ReadJournal(beam.DoFn):
         self._config = config
 
     def process(self, name: str) -> Iterator[tuple[str, bytes]]:
-        found: dict[str, list[tuple[int, str, Completion]]] = {}
-        for entry in read_journal(Store(self._config.output), name):
-            found.setdefault(entry.owner, []).append((entry.row, entry.digest, entry.completion))
-        for owner, entries in found.items():
-            yield owner, pack(entries)
+        entries = read_journal(Store(self._config.output), name)
+        while some := list(itertools.islice(entries, JOURNAL_ENTRIES)):
+            found: dict[str, list[tuple[int, str, Completion]]] = {}
+            for entry in some:
+                known = (entry.row, entry.digest, entry.completion)
+                found.setdefault(entry.owner, []).append(known)
+            for owner, of_owner in found.items():
+                yield owner, pack(of_owner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,15 +263,22 @@ class Begun:
 
     Attributes:
       plan: its plan.
+      versions: of the files that were read as they are, before they were.
       rows: rows that were read.
       refused: rows without a prompt, and why.
       known: completions of an earlier run.
     """
 
     plan: SuperBatchPlan
+    versions: tuple[str, ...]
     rows: int
     refused: dict[int, Refusal]
     known: dict[int, Completion]
+
+
+def _versions(plan: SuperBatchPlan) -> tuple[str, ...]:
+    """Size and version of the plan's files now; of staged ones the copy is read, which stays."""
+    return tuple(current_version(f.url) for f in plan.files if not f.staged)
 
 
 class _Blocks(beam.DoFn):
@@ -302,6 +315,7 @@ class _Tokenize(_Blocks):
         if plan is None:
             # of a block that is committed, or that is cut otherwise now
             return
+        versions = _versions(plan)
         segments, broken = self._reader.read(plan)
         for file, reason in broken.items():
             write_unreadable(self._store, plan.files[file], reason)
@@ -316,14 +330,15 @@ class _Tokenize(_Blocks):
         known = {}
         if found:
             for i, request in accepted.items():
-                completion = found.get((i, request_digest(request)))
+                completion = found.get((i, request_digest(request, self._config.engine)))
                 if completion is not None:
                     known[i] = completion
         yield beam.pvalue.TaggedOutput(
-            "begun", (plan.id, pack(Begun(plan, len(requests), refused, known)))
+            "begun", (plan.id, pack(Begun(plan, versions, len(requests), refused, known)))
         )
         if self._config.names_rows:
-            forget(self._store, plan)
+            for pair in planned_ids(plan):
+                yield beam.pvalue.TaggedOutput("planned", pair)
             yield from self._ids(plan, origin, accepted)
         left = [(i, r) for i, r in accepted.items() if i not in known]
         yield from encoded_batches(plan.id, left)
@@ -360,6 +375,8 @@ class _Commit(_Blocks):
         self._committer = Committer(self._store, config.write, config.run)
         self._models = ServedModels(config.prompts.models[0], config.prompts.models[1:])
         self._overlap = Overlap(self._read, self._assemble, self._write)
+        # only log-probabilities need it
+        self._tokenizing: Tokenizing | None = None
 
     def start_bundle(self) -> None:
         self._overlap.reset()
@@ -410,7 +427,11 @@ class _Commit(_Blocks):
         return _Block(begun, outcomes, reused)
 
     def _read(self, block: _Block) -> _Block:
-        block.segments, _ = self._reader.read(block.begun.plan)
+        plan = block.begun.plan
+        block.segments, _ = self._reader.read(plan)
+        if _versions(plan) != block.begun.versions:
+            files = ", ".join(source.url for source in plan.files[:3])
+            raise SurgeError(f"the input changed while it was read ({files}); run again")
         return block
 
     def _assemble(self, block: _Block) -> tuple[_Block, list[OutputSegment]]:
@@ -472,6 +493,7 @@ class _Commit(_Blocks):
         ):
             request = parse_line(line, models=self._models, defaults=self._config.prompts.sampling)
             assert isinstance(request, BatchRequest)
+            assert request.custom_id == completion.custom_id
             lines.append(
                 output_line(
                     completion,
@@ -484,7 +506,9 @@ class _Commit(_Blocks):
         return {OUTPUT_LINE: pa.array(lines, pa.string())}
 
     def _token_text(self, token: int) -> str:
-        return Tokenizing(self._config.engine).text([token])
+        if self._tokenizing is None:
+            self._tokenizing = Tokenizing(self._config.engine)
+        return self._tokenizing.text([token])
 
     def _write(self, work: tuple[_Block, list[OutputSegment]]) -> tuple[dict, list[str]]:
         block, segments = work
@@ -506,6 +530,8 @@ class _Commit(_Blocks):
         if self._config.names_rows:
             self._remember(block, segments)
         self._committer.commit(block.begun.plan.id, segments, header)
+        if self._config.names_rows:
+            forget_others(self._store, block.begun.plan)
         return header, sorted({s.segment.fingerprint for s in segments if s.segment.parts > 1})
 
     def _remember(self, block: _Block, segments: list[OutputSegment]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from surge_beam.records import RefusedError
-from surge_beam.transforms import manifest
+from surge_beam.transforms import manifest, stats_files
 from surge_beam.transforms.files import (
     Store,
     digest,
@@ -27,11 +27,12 @@ from surge_beam.transforms.files import (
     is_local,
 )
 from surge_beam.transforms.journal import FOLDER as COMPLETIONS
-from surge_beam.transforms.read import STAGING
+from surge_beam.transforms.read import BLOCKS, STAGING
 from surge_beam.transforms.write import PENDING, read_json
 
 CONFIG = "_surge/config.json"
 LOCK = "_surge/lock"
+BATCH_FILES = ("output.jsonl", "errors.jsonl")
 FORMAT_VERSION = 1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
@@ -109,7 +110,8 @@ def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Ite
             # of a run under other settings, which committed nothing
             store.remove_tree(COMPLETIONS)
             store.put(CONFIG, json.dumps(content, indent=1).encode())
-        store.remove_tree(Store.TEMPORARY)
+        for folder in (Store.TEMPORARY, stats_files.FOLDER):
+            store.remove_tree(folder)
         yield run
 
 
@@ -158,11 +160,15 @@ def _holds_other_files(store: Store) -> bool:
 
 def clear(store: Store) -> None:
     """Removes every file that a manifest names, and all of ours but what holds the output."""
+    of_lines = False
     for _, lines in manifest.entries(store):
         for line in lines:
+            of_lines |= line["partition"].startswith(f"{BLOCKS}/")
             for file in line["files"]:
                 store.remove(file["path"])
                 store.remove_empty_folders(file["path"].rpartition("/")[0])
+    for name in BATCH_FILES if of_lines else ():
+        store.remove(name)
     for name in list(store.walk("_surge")):
         if name not in (LOCK, CONFIG, manifest.RUN):
             store.remove(name)

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from surge_beam.records import Completion, Request, TokenLogprob
+from surge_beam.records import Completion, EngineConfig, Request, TokenLogprob
 from surge_beam.transforms.files import Store
 
 FOLDER = "_surge/completions"
@@ -24,9 +24,13 @@ FLUSH_SECONDS = 2.0
 FLUSH_ROWS = 256
 
 
-def request_digest(request: Request) -> str:
-    """What a completion is an answer to: id, token ids and sampling; 32 hex digits."""
-    digest = xxhash.xxh3_128(repr((request.custom_id, request.sampling)).encode("utf-8", "replace"))
+def request_digest(request: Request, engine: EngineConfig) -> str:
+    """What a completion is an answer to: id, token ids and sampling, and what decides the answer
+    besides; 32 hex digits.
+    """
+    recipe = (engine.model, engine.engine, engine.dtype, engine.max_context, engine.seed)
+    asked = (request.custom_id, request.sampling, recipe)
+    digest = xxhash.xxh3_128(repr(asked).encode("utf-8", "replace"))
     digest.update(repr(request.prompt_ids).encode())
     return digest.hexdigest()
 
@@ -97,16 +101,20 @@ def journals(store: Store) -> list[str]:
 
 def read_journal(store: Store, name: str) -> Iterator[Entry]:
     """Entries of a file; a line that a crash cut short ends it."""
-    for line in store.get(name).split(b"\n"):
-        try:
-            found: dict[str, Any] = json.loads(line)
-            completion = found.pop("completion")
-            completion["token_ids"] = tuple(completion["token_ids"])
-            if completion["logprobs"] is not None:
-                completion["logprobs"] = tuple(
-                    TokenLogprob(x["token_id"], x["logprob"], tuple((i, p) for i, p in x["top"]))
-                    for x in completion["logprobs"]
-                )
-            yield Entry(completion=Completion(**completion), **found)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            continue
+    with store.fs.open(store.path(name), "rb") as file:
+        yield from filter(None, map(_entry, file))
+
+
+def _entry(line: bytes) -> Entry | None:
+    try:
+        found: dict[str, Any] = json.loads(line)
+        completion = found.pop("completion")
+        completion["token_ids"] = tuple(completion["token_ids"])
+        if completion["logprobs"] is not None:
+            completion["logprobs"] = tuple(
+                TokenLogprob(x["token_id"], x["logprob"], tuple((i, p) for i, p in x["top"]))
+                for x in completion["logprobs"]
+            )
+        return Entry(completion=Completion(**completion), **found)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None

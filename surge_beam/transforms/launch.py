@@ -114,8 +114,9 @@ def run_job(
         _ = pipeline | "Job" >> transform(job)
         with Progress(store, job.run, PLAN):
             pipeline.run().wait_until_finish()
-        after(store)
+        # no file is replaced before the rows are known to add up
         report = build_report(store, job.run, summarise, began, time.time())
+        after(store)
         write_report(store, report)
         try_write_html(store, report)
         finish(store, job.run)

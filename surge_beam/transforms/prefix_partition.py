@@ -47,6 +47,7 @@ from surge_beam.transforms.prompt_batch import (
 )
 
 SAMPLE_ROWS = 100_000
+SAMPLE_BYTES = 64 << 20
 # int32 tokens of a range are sorted in one worker's memory
 RANGE_TOKENS = 4_000_000
 MAX_RANGES = 4096
@@ -168,22 +169,31 @@ class _BottomK(beam.CombineFn):
     def add_input(
         self, accumulator: tuple[int, list[_Sampled]], sampled: bytes
     ) -> tuple[int, list[_Sampled]]:
+        total, rows = accumulator
         more = unpack(sampled)
-        return self.merge_accumulators([accumulator, (sum(r[2] for r in more), more)])
+        rows.extend(more)
+        total += sum(tokens for _, _, tokens in more)
+        return total, rows if len(rows) <= 2 * self._size else self._smallest(rows)
 
     def merge_accumulators(
         self, accumulators: Iterable[tuple[int, list[_Sampled]]]
     ) -> tuple[int, list[_Sampled]]:
         total, rows = 0, list[_Sampled]()
         for more, others in accumulators:
-            total, rows = total + more, [*rows, *others] if rows else list(others)
-            if len(rows) > 2 * self._size:
-                rows = heapq.nsmallest(self._size, rows)
+            total, rows = total + more, self._smallest([*rows, *others])
         return total, rows
+
+    def compact(self, accumulator: tuple[int, list[_Sampled]]) -> tuple[int, list[_Sampled]]:
+        return accumulator[0], self._smallest(accumulator[1])
+
+    def _smallest(self, rows: list[_Sampled]) -> list[_Sampled]:
+        rows = heapq.nsmallest(self._size, rows)
+        held = np.cumsum([len(path) for _, path, _ in rows])
+        return rows[: max(1, int(np.searchsorted(held, SAMPLE_BYTES, side="right")))]
 
     def extract_output(self, accumulator: tuple[int, list[_Sampled]]) -> bytes:
         total, rows = accumulator
-        return pack((total, heapq.nsmallest(self._size, rows)))
+        return pack((total, self._smallest(rows)))
 
 
 def _cuts(sampled: bytes, ranges: int | None) -> bytes:

@@ -8,8 +8,8 @@ import threading
 import time
 from typing import TextIO
 
+from surge_beam.transforms import manifest, stats_files
 from surge_beam.transforms.files import Store
-from surge_beam.transforms.manifest import FOLDER
 
 
 class Progress:
@@ -53,10 +53,16 @@ class Progress:
                 self._stream.flush()
 
     def _update(self) -> None:
-        for name in self._store.names(FOLDER):
-            if name in self._seen or not name.startswith(self._run + "-"):
+        names = [
+            f"{f}/{name}"
+            for f in (manifest.FOLDER, stats_files.FOLDER)
+            for name in self._store.names(f)
+            if name.startswith(self._run + "-")
+        ]
+        for name in names:
+            if name in self._seen:
                 continue
-            header = json.loads(self._store.get(f"{FOLDER}/{name}").split(b"\n", 1)[0])
+            header = json.loads(self._store.get(name).split(b"\n", 1)[0])
             self._seen.add(name)
             done = ("rows", "rows_reused", "dead_letters", "unreadable")
             self._rows += sum(header.get(name, 0) for name in done)

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from surge_beam.policy.prefix_digests import CHUNK, path_keys, prefix_digests
-from surge_beam.records import Checkpoint, Request, SamplingParams
+from surge_beam.records import Checkpoint, Request, SamplingParams, SurgeError
 
 # some thousand tokens a row keep an element within a few MB
 PIECE_ROWS = 256
@@ -92,10 +92,16 @@ def requests_of(batch: pa.RecordBatch) -> Iterator[tuple[str, int, Request | Che
 
 
 def join(batches: Iterable[pa.RecordBatch]) -> pa.RecordBatch:
-    """Batches of ``SCHEMA`` as one; where all have the same columns beside it, with them."""
+    """Batches of ``SCHEMA`` as one; where all have the same columns beside it, with them.
+
+    Raises:
+      SurgeError: if they are more than Arrow holds in one.
+    """
     parts = list(batches)
     schema = parts[0].schema if parts else SCHEMA
     found = pa.Table.from_batches(parts, schema).combine_chunks().to_batches()
+    if len(found) > 1:
+        raise SurgeError("the prompts of one range are over 2 GiB; ask for more ranges")
     return found[0] if found else pa.RecordBatch.from_pylist([], schema)
 
 

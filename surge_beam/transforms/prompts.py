@@ -142,6 +142,8 @@ def prompt_of(config: PromptConfig, row: dict[str, Any], name: str) -> Prompt | 
     """
     if config.id_column is not None:
         value = row.get(config.id_column)
+        if isinstance(value, bytes):
+            value = value.decode("utf-8", "backslashreplace")
         name = "" if value is None else str(value)
         if not name or not _is_unicode(name):
             fault = "is no valid Unicode" if name else "is empty"
@@ -221,7 +223,7 @@ def conversation(value: Any) -> tuple[dict[str, Any], ...] | Refusal:
         if isinstance(value, list):
             value = [_message(message) for message in value]
         return parse_messages(value)
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         return Refusal("InvalidMessages", f"the messages are no JSON: {error}")
     except SurgeError as error:
         return Refusal("InvalidMessages", str(error))

@@ -761,9 +761,16 @@ def rows_of(table: pa.Table, columns: Sequence[str]) -> list[dict[str, Any]]:
     except (ValueError, ArithmeticError, pa.ArrowException):
         named = {name: table.column(name) for name in columns}
         return [
-            {name: _plain(column, row) for name, column in named.items()}
+            {name: _held(column, row) for name, column in named.items()}
             for row in range(table.num_rows)
         ]
+
+
+def _held(column: pa.ChunkedArray, row: int) -> Any:
+    try:
+        return column[row].as_py()
+    except (ValueError, ArithmeticError, pa.ArrowException):
+        return _plain(column, row)
 
 
 def record_json(table: pa.Table, row: int, segment: Segment | None = None) -> str:

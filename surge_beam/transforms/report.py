@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from surge_beam.policy.costs import CostModel, fit
 from surge_beam.records import SurgeError
-from surge_beam.transforms import manifest
+from surge_beam.transforms import manifest, stats_files
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.plan_files import PLAN
 from surge_beam.transforms.read import FILE_LETTERS
@@ -43,7 +43,7 @@ def build_report(
     plan = read_json(store, PLAN) or {}
     if plan.get("run") != run:
         raise SurgeError(f"run {run} left no plan at {store.url}/{PLAN}")
-    headers, emptied = [], 0
+    headers, emptied = list(stats_files.read(store, run)), 0
     for header, lines in manifest.entries(store, run=run):
         headers.append(header)
         emptied += sum("part_key" not in line and _is_emptied(line) for line in lines)

@@ -12,6 +12,7 @@ import dataclasses
 import heapq
 import html
 import io
+import itertools
 import logging
 import math
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from surge_beam.transforms import manifest
+from surge_beam.transforms import manifest, stats_files
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.job import CONFIG
 from surge_beam.transforms.read import FILE_LETTERS
@@ -87,7 +88,8 @@ def collect(store: Store, run: str) -> Figures:
     batches, sizes = [], Counter[int]()
     largest: list[tuple[int, str]] = []
     letters: list[tuple[str, int]] = []
-    for header, lines in manifest.entries(store, run=run):
+    stats = ((header, list[dict[str, Any]]()) for header in stats_files.read(store, run))
+    for header, lines in itertools.chain(stats, manifest.entries(store, run=run)):
         if "texts" in header or "decoded" in header:
             batches.append(tuple(header.get(key) or 0 for key in _KEYS))
         if "superbatch" not in header and not header.get("published"):

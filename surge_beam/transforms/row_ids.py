@@ -58,13 +58,23 @@ def remember(store: Store, segment: Segment, ids: Iterable[str]) -> None:
     store.put(f"{_folder(segment)}/{_name(segment)}", data)
 
 
-def forget(store: Store, plan: SuperBatchPlan) -> None:
-    """Removes what is kept of earlier states of the partitions in a plan."""
+def planned_ids(plan: SuperBatchPlan) -> Iterator[tuple[str, str]]:
+    """Folder and name under which the ids of each segment of a plan will be kept."""
     for segment in plan.segments:
-        same = f"{segment.fingerprint}-{segment.parts}-"
+        yield _folder(segment), _name(segment)
+
+
+def forget_others(store: Store, plan: SuperBatchPlan) -> None:
+    """Removes, of a plan that is committed, what is kept of its partitions' earlier states."""
+    for segment in plan.segments:
         for name in store.names(_folder(segment)):
-            if not name.startswith(same) or name == _name(segment):
+            if _state(name) != _state(_name(segment)):
                 store.remove(f"{_folder(segment)}/{name}")
+
+
+def _state(name: str) -> str:
+    """Fingerprint and number of parts in a name."""
+    return name.rpartition("-")[0]
 
 
 def _folder(segment: Segment) -> str:
@@ -85,14 +95,22 @@ class Remembered(beam.DoFn):
     def __init__(self, output: str):
         self._output = output
 
-    def process(self, _: Any, after: Any) -> Iterator[tuple[int, bytes]]:
-        """``after`` is there to be waited for: planned blocks have forgotten their ids by then."""
+    def process(self, _: Any, planned: Iterable[tuple[str, str]]) -> Iterator[tuple[int, bytes]]:
+        """Leaves out what this run plans anew: its rows come by themselves."""
+        anew: dict[str, set[str]] = {}
+        for folder, name in planned:
+            anew.setdefault(folder, set()).add(name)
         store = Store(self._output)
         committed = manifest.load(store)
         # numpy takes trailing zeros off bytes
         whole = {x.ljust(16, b"\0").hex() for x in committed.table["fingerprint"].tolist()}
         for name in store.walk(IDS):
-            fingerprint, parts, part = name.rpartition("/")[2].split("-")
+            folder, _, file = name.rpartition("/")
+            if folder in anew:
+                states = set(map(_state, anew[folder]))
+                if file in anew[folder] or _state(file) not in states:
+                    continue
+            fingerprint, parts, part = file.split("-")
             key = manifest.part_key(fingerprint, int(part), int(parts))
             if fingerprint not in whole and key not in committed.parts:
                 # left by a run that ended before it committed them

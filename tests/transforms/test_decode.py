@@ -13,7 +13,7 @@ import pytest
 from surge_beam.gpu import decode_worker
 from surge_beam.gpu.engine import Engine
 from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, SamplingParams, unpack
-from surge_beam.transforms import manifest
+from surge_beam.transforms import stats_files
 from surge_beam.transforms.decode import Answer, DecodeRounds, RoundConfig, _UnderWay
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.journal import journals, read_journal, request_digest
@@ -100,9 +100,10 @@ def test_answers(tmp_path: Path, alone: list[Completion], options: dict[str, Any
     store = Store(str(tmp_path / "out"))
     entries = [e for name in journals(store) for e in read_journal(store, name)]
     assert {(e.owner, e.row): e.completion for e in entries} == found and len(entries) == 40
-    assert {e.row: e.digest for e in entries} == dict(enumerate(map(request_digest, requests())))
+    digests = [request_digest(request, engine) for request in requests()]
+    assert {e.row: e.digest for e in entries} == dict(enumerate(digests))
     # and counted once
-    headers = [header for header, _ in manifest.entries(store)]
+    headers = list(stats_files.read(store, "r"))
     assert all(header["decoded"] for header in headers)
     assert sum(h["rows"] for h in headers) == 40
     assert sum(h["tokens"] for h in headers) == sum(c.completion_tokens for c in alone)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surge_beam.records import Completion, Request, SamplingParams, TokenLogprob
+from surge_beam.records import Completion, EngineConfig, Request, SamplingParams, TokenLogprob
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.journal import (
     FLUSH_ROWS,
@@ -169,12 +169,23 @@ BASE = Request(custom_id="a", prompt_ids=(1, 2), sampling=SamplingParams(stop=("
     ],
 )
 def test_a_digest_is_of_all_that_decides_an_answer(changed: dict[str, Any]) -> None:
-    assert request_digest(dataclasses.replace(BASE)) == request_digest(BASE)
-    assert request_digest(dataclasses.replace(BASE, **changed)) != request_digest(BASE)
+    base = request_digest(BASE, EngineConfig())
+    assert request_digest(dataclasses.replace(BASE), EngineConfig(max_sequences=7)) == base
+    assert request_digest(dataclasses.replace(BASE, **changed), EngineConfig()) != base
+
+
+@pytest.mark.parametrize(
+    "changed", [{"model": "m"}, {"seed": 1}, {"dtype": "float32"}, {"max_context": 9}]
+)
+def test_a_digest_is_of_the_engine_too(changed: dict[str, Any]) -> None:
+    other = EngineConfig(**changed)
+    assert request_digest(BASE, other) != request_digest(BASE, EngineConfig())
 
 
 @settings(max_examples=50)
 @given(st.text(), st.text())
 def test_digests_of_ids(one: str, other: str) -> None:
-    digests = {request_digest(dataclasses.replace(BASE, custom_id=x)) for x in (one, other)}
+    digests = {
+        request_digest(dataclasses.replace(BASE, custom_id=x), EngineConfig()) for x in (one, other)
+    }
     assert len(digests) == len({one, other})

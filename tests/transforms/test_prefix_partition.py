@@ -189,7 +189,7 @@ def test_the_sample_is_the_same_whoever_draws_it() -> None:
     combine = _BottomK(40)
     samples = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
-        left = right = combine.create_accumulator()
+        left, right = combine.create_accumulator(), combine.create_accumulator()
         for i in order[:3]:
             left = combine.add_input(left, parts[i])
         for i in order[3:]:

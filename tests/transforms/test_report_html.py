@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from surge_beam.records import DeadLetter, dead_letter_table
-from surge_beam.transforms import manifest, report_html
+from surge_beam.transforms import manifest, report_html, stats_files
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.read import FILE_LETTERS
 from surge_beam.transforms.report import REPORT
@@ -149,7 +149,7 @@ def has_matplotlib() -> None:
 def test_the_page_of_a_generation(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     decoded = {"decoded": True, "rows": 60, "tokens": 900, "seconds": 2.0, "ended": BEGAN + 4}
-    manifest.write(store, RUN, "decoded-1", decoded, [])
+    stats_files.put(store, RUN, decoded)
     block = {"superbatch": "a", "partitions": 1, "rows_out": 60, "ended": BEGAN + 5}
     manifest.write(store, RUN, "a", block, [line("k=1", 60)])
     report = {
