@@ -33,7 +33,8 @@ from benchmarks.common import (
 )
 from surge_beam.policy.costs import CostModel, fit
 
-MEAN_ROWS_A_CALL = (4, 16, 64, 256, 1024)
+FITS = 5
+FEWEST_CALLS, FEWEST_ROWS = 2, 4
 HELD_OUT_ROWS = 24
 QUICK = {"rows": 256, "rounds": 3}
 
@@ -70,7 +71,8 @@ def even_calls(texts: list[str], calls: int) -> list[list[str]]:
 
 def policies(texts: list[str], partitions: list[list[str]]) -> dict[str, list[list[str]]]:
     """Calls of every policy; those to fit come first, by their number of calls."""
-    fitted = {max(1, len(texts) // mean) for mean in MEAN_ROWS_A_CALL}
+    most = max(FEWEST_CALLS + 1, len(texts) // FEWEST_ROWS)
+    fitted = {round(calls) for calls in np.geomspace(FEWEST_CALLS, most, FITS).tolist()}
     return {
         **{f"fit: {calls} calls": even_calls(texts, calls) for calls in sorted(fitted)},
         "held out: one call a partition": partitions,
