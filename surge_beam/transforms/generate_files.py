@@ -199,13 +199,13 @@ class GenerateFiles(beam.PTransform):
         prompts.element_type = bytes
         outcomes = [keyed(tokenized.begun, KV[str, bytes])]
         if config.names_rows:
-            planned = tokenized.planned | "PlannedIds" >> beam.Map(lambda pair: pair)
+            names = tokenized.planned | "PlannedIds" >> beam.Map(lambda pair: pair)
             remembered = (
                 pipeline
                 | "Ids" >> beam.Create([None])
                 | "Remembered"
                 >> beam.ParDo(
-                    Remembered(config.output), beam.pvalue.AsIter(planned)
+                    Remembered(config.output), beam.pvalue.AsIter(names)
                 ).with_output_types(tuple[int, bytes])
             )
             doubled = (

@@ -464,6 +464,7 @@ def test_a_continuation_draws_from_another_stream(engine):
 
 
 def test_what_vllm_is_asked_for(engine, folder, monkeypatch):
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     config = {"max_sequences": 7, "page_size": 64, "kv_bytes": 1 << 24, "max_context": 150}
     with engine(**config, max_prefill_tokens=99) as own:

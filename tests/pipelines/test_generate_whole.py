@@ -15,10 +15,11 @@ import torch
 import transformers
 
 from tests.gpu import real_prompts
-from tests.pipelines.generate_support import SMOLLM, generate, run_script
+from tests.pipelines.generate_support import generate, run_script
 from tests.pipelines.harness import read_output, write_rows
 from tests.pipelines.runner_support import worker_pool
 
+SMOLLM = "SmolLM2-135M-Instruct"
 REQUESTS = {"bbh": 240, "xquad": 240, "tau": 20}
 MAX_TOKENS = 8
 SETTINGS = {

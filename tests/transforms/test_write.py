@@ -122,8 +122,8 @@ def test_rows_must_add_up(store: Store, change: dict[str, int]) -> None:
 
 def test_every_vector_has_its_row(store: Store) -> None:
     wrong = encoded(3)
-    wrong.matrix = wrong.matrix[:2]
-    with pytest.raises(SurgeError, match="2 vectors"):
+    wrong.added["embedding"] = wrong.added["embedding"][:2]
+    with pytest.raises(SurgeError, match=r"results for \[2\]"):
         commit(store, wrong)
 
 
