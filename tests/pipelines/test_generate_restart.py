@@ -29,7 +29,7 @@ from tests.pipelines.generate_support import (
 )
 from tests.pipelines.harness import dead_letters, read_output, write_rows
 
-KILLS = int(os.environ.get("SURGE_KILLS", "4"))
+KILLS = int(os.environ.get("SURGE_KILLS", "2"))
 MODEL = "dummy:seconds=0.004"
 RULES = "Behind one instruction that is longer than a page of KV: "
 OPTIONS: dict[str, dict[str, Any]] = {
