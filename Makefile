@@ -66,7 +66,7 @@ embed: venv
 generate: export HF_HUB_OFFLINE := 1
 generate: export STOP := $(NEWLINE)
 generate: venv
-	$(BIN)/python examples/prompts.py build $(OUT)/prompts
+	$(BIN)/python examples/prompts.py build $(OUT)/prompts --max_rows 320
 	$(BIN)/python pipelines/generate_corpus.py --input $(OUT)/prompts --output $(OUT)/generated \
 		--prompt_column prompt --keep_columns module,qualname,text --max_tokens 32 --stop "$$STOP"
 	$(BIN)/python examples/prompts.py show $(OUT)/generated
