@@ -66,10 +66,12 @@ def _llm(model: str, slots: int, **options: Any) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm
 
-    from surge_beam.gpu.encoder import model_folder
+    from surge_beam.gpu.gguf_folder import folder_of_gguf
+    from surge_beam.gpu.text_tokenizer import GGUF, find_model
 
+    folder = find_model(model)
     llm = vllm.LLM(
-        model=str(model_folder(model)),
+        model=str(folder_of_gguf(folder) if folder.suffix == GGUF else folder),
         dtype="float32",
         max_num_seqs=slots,
         max_model_len=4096,
