@@ -36,7 +36,6 @@ from surge_beam.transforms.prompt_batch import (
 
 ANSWERS_PER_ELEMENT = 64
 STATS_SECONDS = 15.0
-REGROUP_SHARDS = 64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pyarrow as pa
 from apache_beam.metrics import Metrics
-from apache_beam.transforms.window import GlobalWindow
 from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.policy.costs import CostModel
@@ -31,6 +30,7 @@ from surge_beam.transforms.plan_files import (
     FileJob,
     PlanFiles,
     PublishSplits,
+    in_global_window,
     on_device,
     peak_rss,
     plans_of,
@@ -222,14 +222,8 @@ class _Encode(beam.DoFn):
                 yield from self._outputs(header)
 
     def finish_bundle(self) -> Iterator[WindowedValue]:
-        window = GlobalWindow()
         for header in self._overlap.drain():
-            for output in self._outputs(header):
-                if isinstance(output, beam.pvalue.TaggedOutput):
-                    value = WindowedValue(output.value, window.max_timestamp(), [window])
-                    yield beam.pvalue.TaggedOutput(output.tag, value)
-                else:
-                    yield WindowedValue(output, window.max_timestamp(), [window])
+            yield from map(in_global_window, self._outputs(header))
 
     def teardown(self) -> None:
         self._overlap.close()

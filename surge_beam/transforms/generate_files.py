@@ -42,6 +42,7 @@ from surge_beam.transforms.plan_files import (
     FileJob,
     PlanFiles,
     PublishSplits,
+    in_global_window,
     keyed,
     peak_rss,
     plans_of,
@@ -199,13 +200,12 @@ class GenerateFiles(beam.PTransform):
         prompts.element_type = bytes
         outcomes = [keyed(tokenized.begun, KV[str, bytes])]
         if config.names_rows:
-            names = tokenized.planned | "PlannedIds" >> beam.Map(lambda pair: pair)
             remembered = (
                 pipeline
                 | "Ids" >> beam.Create([None])
                 | "Remembered"
                 >> beam.ParDo(
-                    Remembered(config.output), beam.pvalue.AsIter(names)
+                    Remembered(config.output), beam.pvalue.AsIter(tokenized.planned)
                 ).with_output_types(tuple[int, bytes])
             )
             doubled = (
@@ -386,17 +386,8 @@ class _Commit(_Blocks):
             yield from self._outputs(result)
 
     def finish_bundle(self) -> Iterator[Any]:
-        from apache_beam.transforms.window import GlobalWindow
-        from apache_beam.utils.windowed_value import WindowedValue
-
-        window = GlobalWindow()
         for result in self._overlap.drain():
-            for output in self._outputs(result):
-                if isinstance(output, beam.pvalue.TaggedOutput):
-                    value = WindowedValue(output.value, window.max_timestamp(), [window])
-                    yield beam.pvalue.TaggedOutput(output.tag, value)
-                else:
-                    yield WindowedValue(output, window.max_timestamp(), [window])
+            yield from map(in_global_window, self._outputs(result))
 
     def teardown(self) -> None:
         self._overlap.close()

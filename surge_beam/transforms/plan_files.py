@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import apache_beam as beam
+from apache_beam.transforms.window import GlobalWindow
 from apache_beam.typehints import KV
+from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.policy.costs import CostModel
 from surge_beam.policy.superbatch import Limits
@@ -167,6 +169,15 @@ def plans_of(data: bytes) -> Iterator[SuperBatchPlan]:
     """The plans in an element of ``Planned.plans``."""
     work = unpack(data)
     yield from work.plans() if isinstance(work, PlanChunk) else (work,)
+
+
+def in_global_window(output: Any) -> Any:
+    """An output of a bundle's end, tagged or not, which has no window of its own."""
+    window = GlobalWindow()
+    if isinstance(output, beam.pvalue.TaggedOutput):
+        value = WindowedValue(output.value, window.max_timestamp(), [window])
+        return beam.pvalue.TaggedOutput(output.tag, value)
+    return WindowedValue(output, window.max_timestamp(), [window])
 
 
 def peak_rss() -> int:

@@ -18,7 +18,7 @@ from surge_beam.transforms.batch_lines import (
     parse_line,
     parse_messages,
 )
-from surge_beam.transforms.read import rows_of
+from surge_beam.transforms.read import key_values, rows_of
 from surge_beam.transforms.textfiles import LINE_COLUMN, MAX_LINE_BYTES
 
 
@@ -119,10 +119,7 @@ def render(
         return
     columns = (*config.required_columns, *config.optional_columns)
     columns = tuple(name for name in dict.fromkeys(columns) if name in table.column_names)
-    keys: dict[str, Any] = {}
-    # only folders of key columns hold a plain equals sign
-    if "=" in segment.folder:
-        keys = {name: key["value"] for name, key in json.loads(segment.values).items()}
+    keys = key_values(segment)
     for row, name in zip(rows_of(table, columns), ids, strict=True):
         yield prompt_of(config, {**keys, **row}, name)
 

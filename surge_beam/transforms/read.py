@@ -773,12 +773,17 @@ def _held(column: pa.ChunkedArray, row: int) -> Any:
         return _plain(column, row)
 
 
+def key_values(segment: Segment) -> dict[str, Any]:
+    """Exact values of a partition's key columns; none of a partition that is a file."""
+    # only folders of key columns hold a plain equals sign
+    if "=" not in segment.folder:
+        return {}
+    return {name: key["value"] for name, key in json.loads(segment.values).items()}
+
+
 def record_json(table: pa.Table, row: int, segment: Segment | None = None) -> str:
     """A row as JSON, for a dead letter, with its partition's keys; what JSON lacks becomes text."""
-    record = {}
-    # only folders of key columns hold a plain equals sign
-    if segment is not None and "=" in segment.folder:
-        record = {name: key["value"] for name, key in json.loads(segment.values).items()}
+    record = {} if segment is None else key_values(segment)
     record.update((name, _plain(table.column(name), row)) for name in table.column_names)
     return json.dumps(record, ensure_ascii=False)
 
