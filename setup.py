@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["surge_beam", "surge_beam.*"]),
-    package_data={"surge_beam": ["py.typed"]},
+    package_data={"surge_beam": ["py.typed"], "surge_beam.gpu.kernels": ["*.cpp", "*.h"]},
     install_requires=[
         "apache-beam>=2.76,<3",
         "fsspec>=2023.6",
@@ -27,6 +27,7 @@ setup(
     extras_require={
         "torch": [
             "huggingface-hub>=0.24",
+            "ninja>=1.10",
             "safetensors>=0.4.3",
             "sentence-transformers>=3",
             "tokenizers>=0.19",

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--admission", default=EngineConfig.admission, choices=("prefix", "learned", "cost", "fcfs")
     )
+    p.add_argument("--kernels", default=EngineConfig.kernels, choices=("auto", "torch"))
     p.add_argument("--profile", help="step times that surge_beam.gpu.step_times wrote")
     p.add_argument("--max_tokens", type=positive, default=256)
     p.add_argument("--temperature", type=float, default=0.0)
@@ -116,6 +117,7 @@ def config_of(args: argparse.Namespace) -> GenerateConfig:
         max_context=args.max_context,
         schedule=args.schedule,
         admission=args.admission,
+        kernels=args.kernels,
         profile=args.profile,
         seed=args.seed,
     )

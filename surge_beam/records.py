@@ -419,6 +419,8 @@ class EngineConfig:
         prefix slows the batch down, as learnt from its steps or computed from the profile (without
         one ``cost`` never stops); ``fcfs``: first come, first served, as all of them are without
         ``share_prefixes``.
+      kernels: ``auto`` takes the project's own kernels where the device can run them; ``torch``
+        takes torch's operations alone, the reference.
       profile: JSON file of step-time models that ``calibrate`` wrote; None measures none and
         takes the cautious defaults.
       seed: of rows without their own.
@@ -438,6 +440,7 @@ class EngineConfig:
     schedule: str = "eb+"
     share_prefixes: bool = True
     admission: str = "prefix"
+    kernels: str = "auto"
     profile: str | None = None
     seed: int = 0
 
@@ -450,6 +453,8 @@ class EngineConfig:
             raise SurgeError(
                 f"admission must be prefix, learned, cost or fcfs, not {self.admission!r}"
             )
+        if self.kernels not in ("auto", "torch"):
+            raise SurgeError(f"kernels must be auto or torch, not {self.kernels!r}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise SurgeError(f"page_size must be a power of two, not {self.page_size}")
         for name in ("max_sequences", "max_prefill_tokens", "kv_bytes", "max_context"):

@@ -14,7 +14,6 @@ import xxhash
 
 from surge_beam.gpu.dummy import DummyEncoder, is_dummy
 from surge_beam.gpu.folder import ModelFolder, read_folder
-from surge_beam.gpu.threads import wait_passively
 from surge_beam.records import EncoderConfig, SurgeError
 
 _BUNDLED = {
@@ -76,7 +75,6 @@ def load_encoder(config: EncoderConfig) -> Encoder:
     if is_dummy(config.model):
         return DummyEncoder(config)
     folder = read_folder(model_folder(config.model))
-    wait_passively()
     from surge_beam.gpu.device import choose_device, use_all_cores
     from surge_beam.gpu.packed import load_packed
     from surge_beam.gpu.sentence_transformer import load_sentence_transformer

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from surge_beam.gpu.encoder import files_identity
 from surge_beam.gpu.text_tokenizer import gguf_tokenizer
+from surge_beam.gpu.user_cache import cache_folder
 from surge_beam.records import SurgeError
 
 
@@ -21,7 +22,7 @@ def folder_of_gguf(path: Path) -> Path:
     Raises:
       SurgeError: if the file cannot be read, or describes a model that is not known.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "surge_beam"
+    cache = cache_folder()
     folder = cache / f"gguf-{files_identity(str(path))}"
     if folder.is_dir():
         return folder

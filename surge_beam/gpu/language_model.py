@@ -18,7 +18,6 @@ from surge_beam.gpu.text_tokenizer import (
     gguf_tokenizer,
     read_json,
 )
-from surge_beam.gpu.threads import wait_passively
 from surge_beam.records import EngineConfig, SurgeError
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ def load_language_model(config: EngineConfig) -> LanguageModel:
       SurgeError: if the model, its tokenizer or the device is not there, a file of it is broken,
         or the decoder does not compute its family.
     """
-    wait_passively()
     from surge_beam.gpu.device import choose_device, use_all_cores
 
     path = find_model(config.model)
@@ -70,10 +68,10 @@ def load_language_model(config: EngineConfig) -> LanguageModel:
     if device.name == "cpu":
         use_all_cores()
     load = _load_gguf if path.suffix == GGUF else _load_folder
-    return load(path, device, config.model)
+    return load(path, device, config.model, config.kernels)
 
 
-def _load_folder(folder: Path, device: Device, name: str) -> LanguageModel:
+def _load_folder(folder: Path, device: Device, name: str, kernels: str) -> LanguageModel:
     from surge_beam.gpu.models.decoder import (
         MODEL_TYPES,
         PREFIXES,
@@ -100,10 +98,10 @@ def _load_folder(folder: Path, device: Device, name: str) -> LanguageModel:
         round_to=device.round_to,
         prefixes=PREFIXES,
     )
-    return _assemble(name, config, Decoder(config, weights), tokenizer, stops)
+    return _assemble(name, config, Decoder(config, weights, kernels), tokenizer, stops)
 
 
-def _load_gguf(path: Path, device: Device, name: str) -> LanguageModel:
+def _load_gguf(path: Path, device: Device, name: str, kernels: str) -> LanguageModel:
     if importlib.util.find_spec("gguf") is None:
         raise SurgeError(f"{path} is a GGUF file, and reading it takes: pip install gguf")
     from surge_beam.gpu.models.decoder import Decoder
@@ -117,7 +115,7 @@ def _load_gguf(path: Path, device: Device, name: str) -> LanguageModel:
         file, config, dtype=device.compute, device=device.torch, round_to=device.round_to
     )
     stops = [config.eos_token_id, file.metadata.get("tokenizer.ggml.eot_token_id")]
-    return _assemble(name, config, Decoder(config, weights), tokenizer, stops)
+    return _assemble(name, config, Decoder(config, weights, kernels), tokenizer, stops)
 
 
 def _assemble(

@@ -8,7 +8,6 @@ from pathlib import Path
 from surge_beam.gpu.dummy import is_dummy, refuse_cuda
 from surge_beam.gpu.dummy_runner import TOKEN_BYTES, DummyRunner, step_seconds
 from surge_beam.gpu.runner import Runner
-from surge_beam.gpu.threads import wait_passively
 from surge_beam.policy.phases import PhaseController, make_controller
 from surge_beam.policy.step_costs import CAUTIOUS, StepCosts
 from surge_beam.records import EngineConfig, SurgeError
@@ -26,7 +25,6 @@ def load_runner(config: EngineConfig) -> Runner:
         refuse_cuda(config)
         pages = (config.kv_bytes or _DUMMY_BYTES) // (TOKEN_BYTES * config.page_size)
         return DummyRunner(pages, config.page_size, seconds=step_seconds(config.model))
-    wait_passively()
     from surge_beam.gpu.model_runner import load_model_runner
 
     return load_model_runner(config)

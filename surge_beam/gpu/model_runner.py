@@ -10,9 +10,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from surge_beam.gpu.attention import TorchAttention
 from surge_beam.gpu.attention_plan import plan_attention, share_groups
 from surge_beam.gpu.device_errors import free_device_memory, is_out_of_memory
+from surge_beam.gpu.kernels.operations import Attention
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Sampled, StepBatch
 from surge_beam.gpu.sampling import sample
@@ -74,8 +74,9 @@ class ModelRunner:
         """The tokens chosen from logits, float32 [R, vocabulary]."""
         return sample(logits, batch.sample)
 
-    def plan(self, batch: StepBatch) -> tuple[np.ndarray, dict[int | None, TorchAttention]]:
+    def plan(self, batch: StepBatch) -> tuple[np.ndarray, dict[int | None, Attention]]:
         """Positions of the new tokens, int64 [T], and how each kind of layer attends, by window."""
+        decoder = self.model.decoder
         tables, context, counts = batch.block_tables, batch.context, batch.counts
         groups = share_groups(tables, context, self.page_size)
         attentions = {}
@@ -83,18 +84,15 @@ class ModelRunner:
             plan = plan_attention(
                 tables, context, counts, self.page_size, window=window, groups=groups
             )
-            attentions[window] = TorchAttention(
-                plan,
-                self.pool[0, 0],
-                heads=self.model.decoder.heads,
-                scale=self.model.decoder.scale,
+            attentions[window] = decoder.operations.attention(
+                plan, self.pool[0, 0], heads=decoder.heads, scale=decoder.scale
             )
             self.kv_tokens_read += round(plan.kv_tokens_read * layers)
             self.kv_tokens_unshared += round(plan.kv_tokens_unshared * layers)
         return plan.positions, attentions
 
     def attend(
-        self, attention: TorchAttention, layer: int, query: Tensor, key: Tensor, value: Tensor
+        self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Appends to a layer's KV and attends, [T, heads * head_dim]."""
         keys, values = self._layers[layer]
@@ -151,10 +149,16 @@ def page_bytes(model: LanguageModel, page_size: int) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def _model(config: tuple[str, str, str, bool]) -> LanguageModel:
-    model, dtype, device, accelerator = config
+def _model(config: tuple[str, str, str, bool, str]) -> LanguageModel:
+    model, dtype, device, accelerator, kernels = config
     return load_language_model(
-        EngineConfig(model=model, dtype=dtype, device=device, require_accelerator=accelerator)
+        EngineConfig(
+            model=model,
+            dtype=dtype,
+            device=device,
+            require_accelerator=accelerator,
+            kernels=kernels,
+        )
     )
 
 
@@ -167,7 +171,9 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
     Raises:
       SurgeError: if the model or the device is not there, or the pool would hold no page.
     """
-    model = _model((config.model, config.dtype, config.device, config.require_accelerator))
+    model = _model(
+        (config.model, config.dtype, config.device, config.require_accelerator, config.kernels)
+    )
     a_page = page_bytes(model, config.page_size)
     context = min(model.context_length, config.max_context or model.context_length)
     useful = config.max_sequences * -(-context // config.page_size)

@@ -2,60 +2,134 @@
 
 Prints one decode step and one prefill, by part, beside a floor: the same linear layers alone on
 the same number of rows, and the bytes of the KV at the speed at which this machine copies memory.
+Python's own share is what the same step takes on a model of as many layers that are next to
+nothing, which is more than it is, as their operations take their time too.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import LlamaConfig
 
-from surge_beam.gpu.attention import TorchAttention
 from surge_beam.gpu.engine import Engine
-from surge_beam.gpu.language_model import load_language_model
+from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.model_runner import ModelRunner
+from surge_beam.gpu.models.decoder import Decoder
 from surge_beam.gpu.models.linear import padded_rows
+from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.gpu.runner import Sampled, StepBatch
 from surge_beam.gpu.step_times import StepTimer
 from surge_beam.records import EngineConfig, Request, SamplingParams
 
-PARTS = ("attention", "head", "sampling", "planning")
-_LINEAR = ("mkldnn::_linear_pointwise", "aten::linear", "aten::addmm", "aten::mm")
+PARTS = ("linear", "attention", "elementwise", "head", "sampling", "planning")
+_LINEAR = ("qkv", "out", "gate_and_up", "down")
+_ELEMENTWISE = ("add_norm", "rotate", "gated")
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+class _Stopwatch:
+    """Adds up the seconds of named calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._waits = device.type == "cuda"
+
+    def timed(self, part: str, call: _Call) -> _Call:
+        def run(*arguments: Any, **options: Any) -> Any:
+            began = self._now()
+            result = call(*arguments, **options)
+            self.seconds[part] += self._now() - began
+            return result
+
+        return run  # type: ignore[return-value]
+
+    def _now(self) -> float:
+        if self._waits:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 class ProfiledRunner(ModelRunner):
-    """Names the parts of its steps for torch's profiler."""
+    """A runner whose parts' times are taken while ``watch`` is set.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        head = self.model.decoder.head
+    It changes the model's own parts for that time.
+    """
 
-        def named(x: Tensor) -> Tensor:
-            with record_function("head"):
-                return head(x)
-
-        self.model.decoder.head = named  # type: ignore[assignment]
+    watch: _Stopwatch | None = None
 
     def sample(self, logits: Tensor, batch: StepBatch) -> Sampled:
-        with record_function("sampling"):
-            return super().sample(logits, batch)
+        call = super().sample
+        return (
+            self.watch.timed("sampling", call)(logits, batch) if self.watch else call(logits, batch)
+        )
 
     def plan(self, batch: StepBatch) -> Any:
-        with record_function("planning"):
-            return super().plan(batch)
+        call = super().plan
+        return self.watch.timed("planning", call)(batch) if self.watch else call(batch)
 
-    def attend(
-        self, attention: TorchAttention, layer: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        with record_function("attention"):
-            return super().attend(attention, layer, query, key, value)
+    def attend(self, *arguments: Any) -> Tensor:
+        call = super().attend
+        return self.watch.timed("attention", call)(*arguments) if self.watch else call(*arguments)
+
+    def profiled(self, call: Callable[[], object]) -> dict[str, float]:
+        """Seconds of each part in a call, and ``other``, what is left."""
+        decoder = self.model.decoder
+        watch = _Stopwatch(decoder.device)
+        places: list[tuple[Any, str, str]] = [(decoder, "head", "head")]
+        places += [(block, name, "linear") for block in decoder.blocks for name in _LINEAR]
+        places += [(decoder.operations, name, "elementwise") for name in _ELEMENTWISE]
+        kept = [getattr(holder, name) for holder, name, _ in places]
+        self.watch, began = watch, time.perf_counter()
+        for (holder, name, part), original in zip(places, kept, strict=True):
+            setattr(holder, name, watch.timed(part, original))
+        try:
+            call()
+            whole = time.perf_counter() - began
+        finally:
+            self.watch = None
+            for (holder, name, _), original in zip(places, kept, strict=True):
+                setattr(holder, name, original)
+        return {**watch.seconds, "other": whole - sum(watch.seconds.values())}
+
+
+class _Hollow(TensorSource):
+    """Weights of a model that computes next to nothing: every matrix is 32 by 32."""
+
+    width = 32
+
+    def find(self, name: str) -> Tensor | None:
+        """See ``TensorSource``."""
+        if name.endswith("bias"):
+            return None
+        shape = (self.width,) if "norm" in name else (self.width, self.width)
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+
+def hollow_runner(model: LanguageModel, *, pages: int, page_size: int) -> ModelRunner:
+    """A runner of as many layers that compute next to nothing."""
+    width = _Hollow.width
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width,
+        vocab_size=width,
+        num_hidden_layers=model.decoder.layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    weights = _Hollow(dtype=model.decoder.dtype, device=model.decoder.device)
+    decoder = Decoder(config, weights)
+    hollow = dataclasses.replace(model, decoder=decoder, vocabulary=decoder.vocab)
+    return ModelRunner(hollow, pages=pages, page_size=page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,65 +138,35 @@ class StepProfile:
 
     Attributes:
       total: of the whole step.
-      parts: ``linear`` (the head apart), ``attention``, ``head``, ``sampling``, ``other`` (norms,
-        rope, activation, embedding), and ``python``: planning and whatever else is no tensor
-        operation, less what the profiler itself takes for each of them.
+      parts: ``linear`` (the head apart), ``attention``, ``elementwise`` (norms, rotary positions,
+        activation), ``head``, ``sampling``, ``planning``, and ``other``, what is left.
+      python: of the whole step, at most; it is a share of every part.
       floor: linear layers and head alone, and the KV's bytes at copying speed.
     """
 
     total: float
     parts: dict[str, float]
+    python: float
     floor: dict[str, float]
 
 
-def profile_step(timer: StepTimer, batch: StepBatch) -> StepProfile:
-    """Runs a step ``timer.repeats`` times under the profiler and without it; medians."""
+def profile_step(
+    timer: StepTimer, hollow: StepTimer, rows: int, context: int, prompt: int
+) -> StepProfile:
+    """Medians over ``timer.repeats`` runs of the step that ``StepTimer.batch`` makes of these."""
     runner = timer.runner
+    assert isinstance(runner, ProfiledRunner)
+    batch = timer.batch(rows, context, prompt)
     total = timer.median(lambda: runner.step(batch))
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        began = timer.clock()
-        for _ in range(timer.repeats):
-            runner.step(batch)
-        profiled = (timer.clock() - began) / timer.repeats
-    spent: dict[str, float] = defaultdict(float)
-    operations = 0
-    for event in recorded.events():
-        if event.name in PARTS or (event.cpu_parent and event.cpu_parent.name not in PARTS):
-            continue
-        operations += 1
-        part = event.cpu_parent.name if event.cpu_parent else ""
-        if part == "planning":
-            continue
-        if not part:
-            part = "linear" if event.name in _LINEAR else "other"
-        spent[part] += event.cpu_time_total / 1e6 / timer.repeats
-    parts = {name: spent[name] for name in ("linear", "attention", "head", "sampling", "other")}
-    own = profiled - sum(parts.values()) - _profiler_seconds(timer) * operations / timer.repeats
-    parts["python"] = max(0.0, own)
-    scale = total / sum(parts.values())
+    found = [runner.profiled(lambda: runner.step(batch)) for _ in range(timer.repeats)]
+    parts = {part: statistics.fmean(seconds[part] for seconds in found) for part in found[0]}
+    scale = total / sum(parts.values())  # without what the watching takes
     return StepProfile(
         total=1e3 * total,
         parts={name: 1e3 * seconds * scale for name, seconds in parts.items()},
+        python=1e3 * hollow.seconds(rows, context, prompt),
         floor=_floor(runner, batch, timer),
     )
-
-
-@torch.inference_mode()
-def _profiler_seconds(timer: StepTimer, calls: int = 2000) -> float:
-    """What recording one operation takes."""
-    x = torch.zeros(4)
-
-    def seconds() -> float:
-        began = timer.clock()
-        for _ in range(calls):
-            x.view(2, 2)
-        return timer.clock() - began
-
-    seconds()
-    plain = seconds()
-    with profile(activities=[ProfilerActivity.CPU]):
-        recorded = seconds()
-    return max(0.0, recorded - plain) / calls
 
 
 @torch.inference_mode()
@@ -208,11 +252,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pages = options.rows * (a_row + 1) + -(-options.prompt // config.page_size)
     runner = ProfiledRunner(model, pages=pages, page_size=config.page_size)
     timer = StepTimer(runner, repeats=options.repeats)
-    decode = profile_step(timer, timer.batch(options.rows, options.context, 0))
-    prefill = profile_step(timer, timer.batch(0, 0, options.prompt))
+    hollow = StepTimer(
+        hollow_runner(model, pages=pages, page_size=config.page_size), repeats=options.repeats
+    )
+    decode = profile_step(timer, hollow, options.rows, options.context, 0)
+    prefill = profile_step(timer, hollow, 0, 0, options.prompt)
     loop = engine_overhead(runner, options.rows, options.context, options.repeats)
-    decode.parts["python"] += loop
-    decode = dataclasses.replace(decode, total=decode.total + loop)
+    decode = dataclasses.replace(
+        decode,
+        total=decode.total + loop,
+        python=decode.python + loop,
+        parts={**decode.parts, "engine": loop},
+    )
     for name, step in (
         (f"decode, {options.rows} rows after {options.context} tokens", decode),
         (f"prefill, {options.prompt} tokens", prefill),
@@ -220,6 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {step.total:.1f} ms")
         for part, ms in step.parts.items():
             print(f"  {part:<22}{ms:8.1f} ms {100 * ms / step.total:6.1f} %")
+        print(
+            f"  of which Python, most {step.python:7.1f} ms {100 * step.python / step.total:6.1f} %"
+        )
         for part, ms in step.floor.items():
             print(f"  floor: {part:<15}{ms:8.1f} ms")
     return 0

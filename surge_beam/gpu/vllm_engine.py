@@ -27,7 +27,6 @@ from surge_beam.gpu.gguf_folder import folder_of_gguf
 from surge_beam.gpu.randomness import uniform
 from surge_beam.gpu.sequence import Sequence, State
 from surge_beam.gpu.text_tokenizer import GGUF, find_model
-from surge_beam.gpu.threads import wait_passively
 from surge_beam.records import (
     EngineConfig,
     SurgeError,
@@ -65,7 +64,6 @@ def start_llm(config: EngineConfig) -> Any:
     path = find_model(config.model)
     if path.suffix == GGUF:
         path = folder_of_gguf(path)
-    wait_passively()
     from surge_beam.gpu.device import choose_device
 
     device = choose_device(config)

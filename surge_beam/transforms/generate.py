@@ -101,7 +101,8 @@ class Generate(beam.PTransform):
       id_column: names a row; a sampled row's random numbers come from it. Rows of one id are
         decoded one after the other; without it rows are named by their content.
       model, engine, dtype, device, max_sequences, kv_bytes, host_kv_bytes, max_context, schedule,
-        admission, profile, seed: see ``EngineConfig``. ``device="cuda"`` fails without one.
+        admission, kernels, profile, seed: see ``EngineConfig``. ``device="cuda"`` fails
+        without one.
       sampling: how every row is decoded.
       rounds, slice_tokens: see ``GenerateConfig``.
       ranges: see ``PartitionByPrefix``.
@@ -135,6 +136,7 @@ class Generate(beam.PTransform):
         max_context: int | None = None,
         schedule: str = EngineConfig.schedule,
         admission: str = EngineConfig.admission,
+        kernels: str = EngineConfig.kernels,
         profile: str | None = None,
         seed: int = 0,
         rounds: int = 1,
@@ -172,6 +174,7 @@ class Generate(beam.PTransform):
                 max_context=max_context,
                 schedule=schedule,
                 admission=admission,
+                kernels=kernels,
                 profile=profile,
                 seed=seed,
             ),

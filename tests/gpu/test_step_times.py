@@ -117,8 +117,10 @@ def test_the_profile_command_accounts_for_the_whole_step(folder, capsys):
     assert len(heads) == 2
     for head, end in itertools.pairwise([*heads, len(lines)]):
         total = float(lines[head].split(":")[1].split()[0])
-        parts = [line for line in lines[head + 1 : end] if "%" in line]
-        assert {line.split()[0] for line in parts} >= {"linear", "attention", "head", "python"}
+        (python,) = [line for line in lines[head:end] if "of which Python" in line]
+        assert 0 < float(python.split()[4]) < 100 * total
+        parts = [line for line in lines[head + 1 : end] if "%" in line and line != python]
+        assert {line.split()[0] for line in parts} >= {*step_profile.PARTS, "other"}
         assert sum(float(line.split()[1]) for line in parts) == pytest.approx(total, abs=0.6)
         assert any("floor" in line for line in lines[head:end])
 

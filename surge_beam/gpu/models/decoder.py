@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surge_beam.gpu.kernels.operations import operations_for
 from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, padded_rows
-from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config, rotate
+from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config
 from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.records import SurgeError
 
@@ -66,7 +67,7 @@ class Decoder:
       dtype, device: of keys, values and hidden states.
     """
 
-    def __init__(self, config: Any, weights: TensorSource) -> None:
+    def __init__(self, config: Any, weights: TensorSource, kernels: str = "auto") -> None:
         """Raises SurgeError if a weight is missing or has another shape than the config says."""
         self.width, self.vocab = int(config.hidden_size), int(config.vocab_size)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -78,7 +79,10 @@ class Decoder:
         self.eps = float(config.rms_norm_eps)
         self.inner = int(config.intermediate_size)
         self.norms_heads = config.model_type == "qwen3"
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = config.hidden_act
+        self.operations = operations_for(
+            kernels, self.device, self.dtype, (self.width, self.inner, self.head_dim // 2)
+        )
         self.rope = rope_from_config(config, config.rope_parameters, self.head_dim)
         self.words = _shaped(weights, "embed_tokens.weight", self.vocab, self.width)
         self.blocks = [_Layer(self, weights, i) for i in range(self.layers)]
@@ -108,9 +112,10 @@ class Decoder:
             ids, positions = F.pad(ids, (0, filling)), F.pad(positions, (0, filling))
             rows = F.pad(rows, (0, padded_rows(wanted) - wanted))
         x = F.embedding(ids, self.words)
+        added = None
         cos, sin = self.rope.tables(positions, x.dtype)
         for block in self.blocks:
-            query, key, value = block.project(x, cos, sin)
+            query, key, value = block.project(x, added, cos, sin)
             mixed = attend(block.index, query[:tokens], key[:tokens], value[:tokens])
             if block.index == self.layers - 1:
                 if not wanted:
@@ -118,8 +123,8 @@ class Decoder:
                 x, mixed = x[rows], mixed[rows]
             elif len(x) > tokens:
                 mixed = F.pad(mixed, (0, 0, 0, len(x) - tokens))
-            x = block.finish(x, mixed)
-        x = F.rms_norm(x, (self.width,), self.norm, self.eps)
+            added = block.finish(x, mixed)
+        x = self.operations.add_norm(x, added, self.norm, self.eps)
         return self.head(x)[:wanted].float()
 
 
@@ -150,26 +155,26 @@ class _Layer:
         key = _shaped(weights, f"{own}k_norm.weight", model.head_dim)
         return torch.cat([query.expand(model.heads, -1), key.expand(model.kv_heads, -1)])
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of hidden states [T, width], heads apart."""
+    def project(
+        self, x: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds to hidden states [T, width] in place; their query, key and value, heads apart."""
         model = self.model
-        qkv = self.qkv(F.rms_norm(x, (model.width,), self.input_norm, model.eps))
+        qkv = self.qkv(model.operations.add_norm(x, added, self.input_norm, model.eps))
         turned, value = qkv.view(len(x), -1, model.head_dim).split(
             (model.heads + model.kv_heads, model.kv_heads), dim=1
         )
         if self.head_norms is not None:
             turned = F.rms_norm(turned, (model.head_dim,), None, model.eps) * self.head_norms
-        turned = rotate(turned, cos, sin)
+        turned = model.operations.rotate(turned, cos, sin)
         return turned[:, : model.heads], turned[:, model.heads :], value
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection and MLP, from attended values [n, heads * head_dim]."""
+        """Adds attended values [n, heads * head_dim], projected, to x [n, width] in place; what the
+        MLP adds to it."""
         model = self.model
-        x = self.out.add(mixed, x)
-        gate, up = self.gate_and_up(F.rms_norm(x, (model.width,), self.mlp_norm, model.eps)).chunk(
-            2, dim=-1
-        )
-        return self.down.add(model.activation(gate).mul_(up), x)
+        normed = model.operations.add_norm(x, self.out(mixed), self.mlp_norm, model.eps)
+        return self.down(model.operations.gated(self.gate_and_up(normed), model.activation))
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -1,0 +1,1 @@
+"""Kernels for the devices: C++ for CPUs, Triton for GPUs."""

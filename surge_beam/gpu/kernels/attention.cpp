@@ -1,0 +1,307 @@
+// Attention over the paged KV pool by a plan: append, work units, merge; see cpu_attention.py.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+extern "C" {
+
+// What a plan fixes for all layers. A unit lets some rows see some keys of one item.
+struct AttentionUnits {
+  int64_t kv_heads, group, dim;
+  int64_t slots;  // of the pool, a head
+  int64_t page_size;
+  int64_t window;  // 0: none
+  int64_t tokens, units, threads;
+  float scale;
+  const int64_t* new_slots;       // [tokens]
+  const int64_t* positions;       // [tokens]
+  const int64_t* unit_row;        // [units], first place in rows
+  const int64_t* unit_row_count;  // [units]
+  const int64_t* unit_key;        // [units], position of the first key
+  const int64_t* unit_key_count;  // [units]
+  const int64_t* unit_page;       // [units], place in pages of the page that holds position 0
+  const int64_t* rows;            // packed tokens
+  const int64_t* places;          // beside rows: the number of the partial result, -1: the result
+  const int64_t* pages;
+  const int64_t* part_offsets;  // [tokens + 1], partial results of each token
+  float* outputs;               // [parts, kv_heads * group, dim]
+  float* log_sums;              // [parts, kv_heads * group]
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int kKeys = 64;  // scores of a block of keys stay in the first-level cache
+constexpr int kSome = 32;  // keys whose values are read between two rounds of prefetches
+constexpr int kRows = 3;   // a register block: kRows x 4 vectors
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+struct Scratch {
+  std::vector<float> query, scores, peaks, sums, output;
+};
+
+// Pages lie anywhere, so the processor cannot foresee which one comes next.
+template <class T>
+inline void prefetch(const T* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
+}
+
+template <int W, int R, class T>
+inline void score_block(const float* query, int64_t dim, const T* const* keys, float* scores) {
+  Floats<W> a[R][4] = {};
+  for (int64_t d = 0; d < dim; d += W) {
+    Floats<W> q[R];
+    for (int i = 0; i < R; ++i) q[i] = load<W>(query + i * dim + d);
+    for (int j = 0; j < 4; ++j) {
+      Floats<W> k = load<W>(keys[j] + d);
+      for (int i = 0; i < R; ++i) a[i][j] += q[i] * k;
+    }
+  }
+  for (int i = 0; i < R; ++i)
+    store<4>(scores + i * kKeys, sums<W>(a[i][0], a[i][1], a[i][2], a[i][3]));
+}
+
+template <int W, class T>
+inline void score(const float* query, int64_t queries, int64_t dim, const T* const* keys,
+                  const T* const* values, int64_t count, float* scores) {
+  for (int64_t k = 0; k < count; k += 4) {
+    for (int64_t j = k; j < k + 4; ++j) prefetch(values[j], dim);
+    int64_t i = 0;
+    for (; i + kRows <= queries; i += kRows)
+      score_block<W, kRows>(query + i * dim, dim, keys + k, scores + i * kKeys + k);
+    for (; i < queries; ++i)
+      score_block<W, 1>(query + i * dim, dim, keys + k, scores + i * kKeys + k);
+  }
+}
+
+template <int W, int R, int V, class T>
+inline void weigh_block(const float* weights, const T* const* values, int64_t count, int64_t d,
+                        int64_t dim, float* output) {
+  Floats<W> a[R][V];
+  for (int i = 0; i < R; ++i)
+    for (int j = 0; j < V; ++j) a[i][j] = load<W>(output + i * dim + d + j * W);
+  for (int64_t k = 0; k < count; ++k) {
+    const T* row = values[k] + d;
+    Floats<W> w[R];
+    for (int i = 0; i < R; ++i) w[i] = all<W>(weights[i * kKeys + k]);
+    for (int j = 0; j < V; ++j) {
+      Floats<W> v = load<W>(row + j * W);
+      for (int i = 0; i < R; ++i) a[i][j] += w[i] * v;
+    }
+  }
+  for (int i = 0; i < R; ++i)
+    for (int j = 0; j < V; ++j) store<W>(output + i * dim + d + j * W, a[i][j]);
+}
+
+template <int W, int R, class T>
+inline void weigh_rows(const float* weights, const T* const* values, int64_t count, int64_t dim,
+                       float* output) {
+  int64_t d = 0;
+  for (; d + 4 * W <= dim; d += 4 * W)
+    weigh_block<W, R, 4>(weights, values, count, d, dim, output);
+  for (; d < dim; d += W) weigh_block<W, R, 1>(weights, values, count, d, dim, output);
+}
+
+template <int W, class T>
+void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* keys,
+                 const T* values, const T* query, int64_t query_stride, T* out,
+                 int64_t out_stride, Scratch& s) {
+  const int64_t dim = p.dim, group = p.group, heads = p.kv_heads * group;
+  const int64_t* rows = p.rows + p.unit_row[unit];
+  const int64_t* places = p.places + p.unit_row[unit];
+  const int64_t count = p.unit_row_count[unit], queries = count * group;
+  s.query.resize(queries * dim);
+  s.output.assign(queries * dim, 0.0f);
+  s.scores.resize(queries * kKeys);
+  s.peaks.assign(queries, kNothing);
+  s.sums.assign(queries, 0.0f);
+
+  int64_t lowest = std::numeric_limits<int64_t>::max(), highest = -1;
+  for (int64_t r = 0; r < count; ++r) {
+    lowest = std::min(lowest, p.positions[rows[r]]);
+    highest = std::max(highest, p.positions[rows[r]]);
+    const T* from = query + rows[r] * query_stride + head * group * dim;
+    float* to = s.query.data() + r * group * dim;
+    for (int64_t d = 0; d < group * dim; d += W) store<W>(to + d, load<W>(from + d) * p.scale);
+  }
+  int64_t begin = p.unit_key[unit];
+  const int64_t end = std::min(begin + p.unit_key_count[unit], highest + 1);
+  if (p.window) begin = std::max(begin, lowest - p.window + 1);
+
+  const int64_t* pages = p.pages + p.unit_page[unit];
+  const int64_t base = head * p.slots;
+  int64_t offsets[2][kKeys];  // of this block's keys in the pool, and of the next one's
+  const T *key_rows[kKeys], *value_rows[kKeys];
+  auto locate = [&](int64_t first, int64_t size, int64_t* to) {
+    int64_t page = first / p.page_size, inside = first % p.page_size;
+    for (int64_t k = 0; k < size; ++k) {
+      to[k] = (base + pages[page] * p.page_size + inside) * dim;
+      if (++inside == p.page_size) inside = 0, ++page;
+    }
+  };
+  locate(begin, std::min<int64_t>(kKeys, end - begin), offsets[0]);
+  for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
+    const int64_t size = std::min<int64_t>(kKeys, end - first);
+    const int64_t next = std::clamp<int64_t>(end - first - kKeys, 0, kKeys);
+    for (int64_t k = 0; k < size; ++k) {
+      key_rows[k] = keys + offsets[turn][k];
+      value_rows[k] = values + offsets[turn][k];
+    }
+    constexpr int kStep = W > 4 ? W : 4;
+    const int64_t filled = (size + kStep - 1) / kStep * kStep;
+    for (int64_t k = size; k < filled; ++k) {
+      key_rows[k] = key_rows[size - 1];
+      value_rows[k] = value_rows[size - 1];
+    }
+    score<W>(s.query.data(), queries, dim, key_rows, value_rows, filled, s.scores.data());
+
+    for (int64_t i = 0; i < queries; ++i) {
+      float* scores = s.scores.data() + i * kKeys;
+      const int64_t position = p.positions[rows[i / group]];
+      const int64_t seen = std::clamp<int64_t>(position + 1 - first, 0, size);
+      std::fill(scores + seen, scores + filled, kNothing);
+      if (p.window) {
+        const int64_t hidden = std::clamp<int64_t>(position - p.window + 1 - first, 0, size);
+        std::fill(scores, scores + hidden, kNothing);
+      }
+      Floats<W> highest_scores = all<W>(kNothing);
+      for (int64_t k = 0; k < filled; k += W) {
+        Floats<W> x = load<W>(scores + k);
+        highest_scores = x > highest_scores ? x : highest_scores;
+      }
+      const float before = s.peaks[i], peak = std::max(before, largest<W>(highest_scores));
+      // Keys that are all hidden so far: any finite number makes their weights 0.
+      const float safe = peak == kNothing ? 0.0f : peak;
+      Floats<W> total{};
+      for (int64_t k = 0; k < filled; k += W) {
+        Floats<W> weight = exponential<W>(load<W>(scores + k) - safe);
+        store<W>(scores + k, weight);
+        total += weight;
+      }
+      const float fade = before == kNothing ? 0.0f : std::exp(before - safe);
+      s.sums[i] = s.sums[i] * fade + sum<W>(total);
+      s.peaks[i] = peak;
+      if (fade != 1.0f) {
+        float* output = s.output.data() + i * dim;
+        for (int64_t d = 0; d < dim; d += W) store<W>(output + d, load<W>(output + d) * fade);
+      }
+    }
+    locate(first + kKeys, next, offsets[turn ^ 1]);
+    for (int64_t k = 0; k < size; k += kSome) {
+      for (int64_t j = k; j < std::min(next, k + kSome); ++j)
+        prefetch(keys + offsets[turn ^ 1][j], dim);
+      const int64_t some = std::min<int64_t>(kSome, size - k);
+      int64_t i = 0;
+      for (; i + kRows <= queries; i += kRows)
+        weigh_rows<W, kRows>(s.scores.data() + i * kKeys + k, value_rows + k, some, dim,
+                             s.output.data() + i * dim);
+      for (; i < queries; ++i)
+        weigh_rows<W, 1>(s.scores.data() + i * kKeys + k, value_rows + k, some, dim,
+                         s.output.data() + i * dim);
+    }
+  }
+
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t g = 0; g < group; ++g) {
+      const int64_t i = r * group + g, h = head * group + g;
+      const float* from = s.output.data() + i * dim;
+      const float factor = s.sums[i] > 0.0f ? 1.0f / s.sums[i] : 0.0f;
+      if (places[r] < 0) {
+        T* to = out + rows[r] * out_stride + h * dim;
+        for (int64_t d = 0; d < dim; d += W) store<W>(to + d, load<W>(from + d) * factor);
+      } else {
+        float* to = p.outputs + (places[r] * heads + h) * dim;
+        for (int64_t d = 0; d < dim; d += W) store<W>(to + d, load<W>(from + d) * factor);
+        p.log_sums[places[r] * heads + h] =
+            s.sums[i] > 0.0f ? s.peaks[i] + std::log(s.sums[i]) : kNothing;
+      }
+    }
+  }
+}
+
+// Merges the partial results of one head of one token (log-sum-exp).
+template <int W, class T>
+void merge(const AttentionUnits& p, int64_t token, int64_t head, T* out, Scratch& s) {
+  const int64_t heads = p.kv_heads * p.group;
+  const int64_t first = p.part_offsets[token], parts = p.part_offsets[token + 1] - first;
+  const float* log_sums = p.log_sums + first * heads + head;
+  const float* outputs = p.outputs + (first * heads + head) * p.dim;
+  float peak = kNothing, total = 0.0f;
+  for (int64_t i = 0; i < parts; ++i) peak = std::max(peak, log_sums[i * heads]);
+  s.sums.resize(parts);
+  for (int64_t i = 0; i < parts; ++i) total += s.sums[i] = std::exp(log_sums[i * heads] - peak);
+  for (int64_t i = 0; i < parts; ++i) s.sums[i] /= total;
+  for (int64_t d = 0; d < p.dim; d += W) {
+    Floats<W> x{};
+    for (int64_t i = 0; i < parts; ++i)
+      x += load<W>(outputs + i * heads * p.dim + d) * s.sums[i];
+    store<W>(out + head * p.dim + d, x);
+  }
+}
+
+template <class T>
+void append(const AttentionUnits& p, int64_t token, T* pool, const T* from) {
+  for (int64_t head = 0; head < p.kv_heads; ++head)
+    std::memcpy(pool + (head * p.slots + p.new_slots[token]) * p.dim, from + head * p.dim,
+                p.dim * sizeof(T));
+}
+
+template <int W, class T>
+void attend(const AttentionUnits& p, T* keys, T* values, const T* query, int64_t query_stride,
+            const T* key, int64_t key_stride, const T* value, int64_t value_stride, T* out) {
+  const int64_t heads = p.kv_heads * p.group, out_stride = heads * p.dim;
+#pragma omp parallel num_threads(p.threads)
+  {
+    static thread_local Scratch scratch;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      append(p, t, keys, key + t * key_stride);
+      append(p, t, values, value + t * value_stride);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t u = 0; u < p.units * p.kv_heads; ++u)
+      attend_unit<W>(p, u / p.kv_heads, u % p.kv_heads, keys, values, query, query_stride, out,
+                     out_stride, scratch);
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      if (p.part_offsets[t + 1] == p.part_offsets[t]) continue;
+      for (int64_t h = 0; h < heads; ++h) merge<W>(p, t, h, out + t * out_stride, scratch);
+    }
+  }
+}
+
+template <class T>
+void dispatch(const AttentionUnits& p, T* keys, T* values, const T* query, int64_t query_stride,
+              const T* key, int64_t key_stride, const T* value, int64_t value_stride, T* out) {
+  if (kWidest > 8 && p.dim % 16 == 0)
+    attend<kWidest>(p, keys, values, query, query_stride, key, key_stride, value, value_stride, out);
+  else if (kWidest >= 8 && p.dim % 8 == 0)
+    attend<(kWidest < 8 ? kWidest : 8)>(p, keys, values, query, query_stride, key, key_stride,
+                                        value, value_stride, out);
+  else
+    attend<4>(p, keys, values, query, query_stride, key, key_stride, value, value_stride, out);
+}
+
+}  // namespace
+
+extern "C" {
+
+void surge_attend_float32(const AttentionUnits* p, float* keys, float* values, const float* query,
+                          int64_t query_stride, const float* key, int64_t key_stride,
+                          const float* value, int64_t value_stride, float* out) {
+  dispatch(*p, keys, values, query, query_stride, key, key_stride, value, value_stride, out);
+}
+
+void surge_attend_bfloat16(const AttentionUnits* p, BFloat16* keys, BFloat16* values,
+                           const BFloat16* query, int64_t query_stride, const BFloat16* key,
+                           int64_t key_stride, const BFloat16* value, int64_t value_stride,
+                           BFloat16* out) {
+  dispatch(*p, keys, values, query, query_stride, key, key_stride, value, value_stride, out);
+}
+
+}  // extern "C"

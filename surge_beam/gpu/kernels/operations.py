@@ -1,0 +1,159 @@
+"""What a decoder layer does besides its matrix products, by backend.
+
+``TorchOperations`` runs everywhere and is the reference; ``CompiledOperations`` are this folder's
+C++ kernels. Both give equal results within the rounding of the number format.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surge_beam.gpu.attention import TorchAttention
+from surge_beam.gpu.attention_plan import AttentionPlan
+from surge_beam.gpu.cpu_attention import CompiledAttention
+from surge_beam.gpu.kernels.compiled import load_kernels
+from surge_beam.gpu.models.linear import ACTIVATIONS
+from surge_beam.gpu.models.rope import rotate
+
+_COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Attention(Protocol):
+    """A plan ready to run in every layer of its window."""
+
+    def run(
+        self, keys: Tensor, values: Tensor, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """See ``TorchAttention.run``."""
+
+
+class Operations(Protocol):
+    """Operations on packed tokens."""
+
+    def attention(
+        self, plan: AttentionPlan, keys: Tensor, *, heads: int, scale: float
+    ) -> Attention:
+        """See ``TorchAttention``."""
+
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Adds ``added`` to x [T, width] in place and returns x's RMS norm times weight [width]."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary positions of x [T, heads, dim], which may be a view with its heads side by side
+        and may be changed; cos and sin [T, 1, dim / 2]."""
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """``activation(gate) * up`` of [T, 2 * inner], which may be changed: [T, inner]."""
+
+
+class TorchOperations:
+    """See ``Operations``."""
+
+    def attention(
+        self, plan: AttentionPlan, keys: Tensor, *, heads: int, scale: float
+    ) -> Attention:
+        """See ``Operations``."""
+        return TorchAttention(plan, keys, heads=heads, scale=scale)
+
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See ``Operations``."""
+        if added is not None:
+            x.add_(added)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See ``Operations``."""
+        return rotate(x, cos, sin)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See ``Operations``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate).mul_(up)
+
+
+class CompiledOperations(TorchOperations):
+    """See ``Operations``; for tensors on a CPU.
+
+    Args:
+      library: what ``load_kernels`` gave.
+      dtype: of the tensors, one that ``takes`` knows.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        name = _COMPILED_DTYPES[dtype]
+        self._attend = getattr(library, f"surge_attend_{name}")
+        self._add_norm = getattr(library, f"surge_add_norm_{name}")
+        self._rotate = getattr(library, f"surge_rotate_{name}")
+        self._silu_mul = getattr(library, f"surge_silu_mul_{name}")
+
+    @staticmethod
+    def takes(dtype: torch.dtype, *sizes: int) -> bool:
+        """True if tensors of this dtype with rows of these sizes can be computed."""
+        return dtype in _COMPILED_DTYPES and all(size % 4 == 0 for size in sizes)
+
+    def attention(
+        self, plan: AttentionPlan, keys: Tensor, *, heads: int, scale: float
+    ) -> Attention:
+        """See ``Operations``."""
+        return CompiledAttention(self._attend, plan, keys, heads=heads, scale=scale)
+
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See ``Operations``."""
+        out = torch.empty_like(x)
+        self._add_norm(
+            *_ints(len(x), x.shape[1], torch.get_num_threads()),
+            ctypes.c_float(eps),
+            *_addresses(x),
+            None if added is None else ctypes.c_void_p(added.data_ptr()),
+            *_addresses(weight, out),
+        )
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """See ``Operations``."""
+        tokens, heads, dim = x.shape
+        self._rotate(
+            *_ints(tokens, heads, dim // 2, x.stride(0), torch.get_num_threads()),
+            *_addresses(x, cos, sin),
+        )
+        return x
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """See ``Operations``."""
+        if activation not in ("silu", "swish"):
+            return super().gated(gate_up, activation)
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        self._silu_mul(*_ints(rows, width // 2, torch.get_num_threads()), *_addresses(gate_up, out))
+        return out
+
+
+def _ints(*numbers: int) -> tuple[ctypes.c_int64, ...]:
+    return tuple(ctypes.c_int64(number) for number in numbers)
+
+
+def _addresses(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
+    return tuple(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+
+
+def operations_for(
+    kernels: str, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]
+) -> Operations:
+    """The fastest operations there are.
+
+    Args:
+      kernels: ``auto``, or ``torch`` for torch's own operations.
+      device, dtype: of the tensors.
+      sizes: numbers in a row of everything computed: hidden state, MLP, half a head.
+    """
+    if kernels == "auto" and device.type == "cpu" and CompiledOperations.takes(dtype, *sizes):
+        library = load_kernels()
+        if library is not None:
+            return CompiledOperations(library, dtype)
+    return TorchOperations()
