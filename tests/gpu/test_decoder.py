@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -76,7 +77,15 @@ class DenseAttention:
         self.kv = [[([], []) for _ in range(sequences)] for _ in range(decoder.layers)]
         self.owners = []
 
-    def __call__(self, layer, query, key, value):
+    def layers(self):
+        """What a decoder takes; there is no pool."""
+        none = torch.empty(self.decoder.kv_heads, 0, self.decoder.head_dim)
+        return [
+            (SimpleNamespace(run=functools.partial(self.run, layer)), none, none)
+            for layer in range(self.decoder.layers)
+        ]
+
+    def run(self, layer, keys, values, query, key, value):
         model = self.decoder
         assert query.shape == (len(self.owners), model.heads, model.head_dim)
         assert key.shape == value.shape == (len(self.owners), model.kv_heads, model.head_dim)
@@ -101,7 +110,7 @@ def step(decoder, attention, parts, rows=None):
     attention.owners = [owner for owner, _, part in parts for _ in part]
     rows = torch.arange(len(ids)) if rows is None else torch.tensor(rows)
     with torch.inference_mode():
-        return decoder(ids, positions, attention, rows)
+        return decoder(ids, positions, attention.layers(), rows)
 
 
 def load(folder):

@@ -12,7 +12,7 @@ import pytest
 from tests.gpu.tiny_models import tiny_decoder
 
 ROOT = Path(__file__).resolve().parents[2]
-POOL = 64 << 20
+POOL = 32 << 20
 WORKSPACE = 192 << 20
 """What the libraries keep for the shapes that they have met (docs/structure.md, Memory)."""
 PROGRAM = """
@@ -28,7 +28,7 @@ def peak():
 def requests(first, count):
     for i in range(first, first + count):
         own = (i % 190 + 5, i // 190 + 5)
-        prompt = own + tuple((i * 31 + j * 7) % 190 + 5 for j in range(40 + i % 17))
+        prompt = own + tuple((i * 31 + j * 7) % 190 + 5 for j in range(20 + i % 9))
         yield Request(custom_id=str(i), prompt_ids=prompt, sampling=SamplingParams(max_tokens=3))
 
 config = EngineConfig(model=sys.argv[1], device="cpu", kv_bytes=int(sys.argv[2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import torch
 import transformers
 
 from surge_beam.gpu.engine import Engine
+from surge_beam.gpu.kernels.compiled import load_kernels
+from surge_beam.gpu.kernels.operations import CompiledOperations, TorchOperations
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.model_runner import ModelRunner, page_bytes
 from surge_beam.policy.residency import decide
@@ -22,8 +23,8 @@ from surge_beam.records import Checkpoint, Completion, EngineConfig, Request, Sa
 from tests.gpu import real_prompts
 from tests.gpu.test_engine import Chaos
 from tests.gpu.tiny_models import tiny_decoder
+from tests.whole import WHOLE
 
-WHOLE = bool(os.environ.get("SURGE_WHOLE"))
 """All 64 prompts with 64 tokens each on SmolLM2, which takes an hour, instead of a few."""
 
 FAMILIES = {
@@ -118,9 +119,15 @@ def tiny(request, tmp_path_factory):
     return family, ours, requests, oracle(theirs, requests)
 
 
-def test_tiny_models_decode_what_transformers_decodes(tiny):
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_tiny_models_decode_what_transformers_decodes(tiny, kernels, monkeypatch):
     family, model, requests, wanted = tiny
-    settings = [*ALL, *SOME] if family == "llama" else SOME
+    settings = [*ALL, *SOME] if WHOLE and family == "llama" else SOME
+    if kernels == "torch":
+        monkeypatch.setattr(model.decoder, "operations", TorchOperations())
+        settings = settings if WHOLE else SOME[:3]
+    else:
+        assert load_kernels() is None or isinstance(model.decoder.operations, CompiledOperations)
     moves = np.zeros(3, int)
     for setting in settings:
         done, own = run(model, requests, setting, prefill=48)
@@ -213,10 +220,10 @@ def test_a_checkpoint_of_any_page_boundary_goes_on_in_a_fresh_process(tmp_path):
 @pytest.fixture(scope="module")
 def smollm2(shared_data):
     model = load_language_model(EngineConfig(dtype="float32", device="cpu"))
-    texts = real_prompts.few_shot(shared_data, *((3, 8) if WHOLE else (2, 2)))
-    texts += real_prompts.over_documents(shared_data, *((8, 3) if WHOLE else (2, 2)))
+    texts = real_prompts.few_shot(shared_data, *((3, 8) if WHOLE else (1, 2)))
+    texts += real_prompts.over_documents(shared_data, *((8, 3) if WHOLE else (1, 2)))
     prompts = [model.encode(text) for text in texts]
-    talks = real_prompts.dialogues(shared_data, 16 if WHOLE else 2)
+    talks = real_prompts.dialogues(shared_data, 16 if WHOLE else 1)
     prompts += [model.chat(messages) for messages in talks]
     return model, [
         Request(
@@ -232,7 +239,7 @@ def smollm2(shared_data):
 @pytest.mark.timeout(0 if WHOLE else 600)
 def test_smollm2_decodes_what_transformers_decodes(smollm2):
     model, requests = smollm2
-    assert len(requests) == (64 if WHOLE else 10)
+    assert len(requests) == (64 if WHOLE else 5)
     from surge_beam.gpu.encoder import resolve_model
 
     file = next(Path(resolve_model("SmolLM2-135M-Instruct")).glob("*.gguf"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import resource
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from pipelines import embed_corpus
 from surge_beam.gpu.encoder import model_folder
 from tests.pipelines.harness import read_output
+from tests.whole import WHOLE
 
 
 @functools.cache
@@ -26,7 +26,6 @@ def _oracle():
     return SentenceTransformer(str(model_folder("all-MiniLM-L6-v2")), device="cpu")
 
 
-WHOLE = bool(os.environ.get("SURGE_WHOLE"))
 """Whole corpora instead of samples: hours on two cores, and most of them the oracle's."""
 
 

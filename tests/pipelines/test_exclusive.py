@@ -25,6 +25,7 @@ from tests.pipelines.harness import (
     wait_for_commits,
     write_rows,
 )
+from tests.whole import only_whole
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ RUNNERS = {
 }
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", ["one process", pytest.param("two workers", marks=only_whole)])
 def test_second_job_is_refused_and_a_kill_blocks_nobody(tmp_path: Path, runner: str) -> None:
     corpus = make_corpus(tmp_path / "in", [20] * 30)
     options = {"input": corpus, "min_rows": 20, "max_rows": 20}

@@ -30,6 +30,7 @@ from tests.pipelines.generate_support import (
 )
 from tests.pipelines.harness import dead_letters, read_output, write_rows
 from tests.pipelines.runner_support import Pool, worker_pool
+from tests.whole import only_whole
 
 MULTI = ("--direct_running_mode=multi_processing", "--direct_num_workers=2")
 ROWS = 90
@@ -108,7 +109,7 @@ def external(prism_path: str, pool: Pool) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", ["columns", pytest.param("lines", marks=only_whole)])
 def test_two_worker_processes(
     corpus: Path, expected: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:

@@ -37,7 +37,7 @@ from tests.pipelines.harness import (
     write_rows,
 )
 
-KILLS = int(os.environ.get("SURGE_KILLS", "4"))
+KILLS = int(os.environ.get("SURGE_KILLS", "2"))
 IN_FLIGHT = 3
 LAYOUTS = {
     "tiny partitions": {"min_rows": 40},

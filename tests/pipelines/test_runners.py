@@ -33,6 +33,7 @@ from tests.pipelines.harness import (
     write_rows,
 )
 from tests.pipelines.runner_support import Pool, worker_pool
+from tests.whole import only_whole
 
 MULTI = ("--direct_running_mode=multi_processing", "--direct_num_workers=2")
 DATAFLOW = (
@@ -209,7 +210,7 @@ def test_killed_worker(
     same_output(expected, output)
 
 
-@pytest.mark.parametrize("runner", ["loopback", "external"])
+@pytest.mark.parametrize("runner", ["loopback", pytest.param("external", marks=only_whole)])
 def test_bad_input_is_the_last_word(
     corpus: Path, tmp_path: Path, runner: str, request: pytest.FixtureRequest
 ) -> None:
@@ -254,7 +255,7 @@ print(json.dumps(numbers))
 """
 
 
-@pytest.mark.parametrize("runner", ["FnApiRunner", "external"])
+@pytest.mark.parametrize("runner", ["FnApiRunner", pytest.param("external", marks=only_whole)])
 def test_counters(
     corpus: Path, tmp_path: Path, runner: str, request: pytest.FixtureRequest
 ) -> None:

@@ -44,6 +44,7 @@ from surge_beam.transforms.generate import _Block, _Named, _Pack, _record, promp
 from surge_beam.transforms.prefix_partition import _FormAsTheyCome
 from surge_beam.transforms.prompt_batch import decode, encode, prompt_batch, sampling_json
 from surge_beam.transforms.prompts import PromptConfig, Refusal
+from tests.whole import only_whole
 
 FN_API = ("--runner=FnApiRunner",)
 ADDED = ("completion", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -622,6 +623,7 @@ def test_superbatches_keep_windows_and_further_columns() -> None:
 # Runners and settings
 
 
+@only_whole
 def test_two_worker_processes_give_the_same() -> None:
     rows = [{"prompt": f"{STEM}{i % 9}", "n": i} for i in range(60)]
     two = (

@@ -84,16 +84,23 @@ def test_what_is_not_a_number_stays_none(library):
     assert got == pytest.approx([0.0, 0.0, 200.0, 1e30], rel=1e-6, abs=1e-8)
 
 
+def choose(kernels, device, dtype, width=64, inner=64, head_dim=64, group=3):
+    return operations_for(
+        kernels, device, dtype, width=width, inner=inner, head_dim=head_dim, group=group
+    )
+
+
 def test_sizes_that_no_vector_divides_and_other_dtypes_go_to_torch():
     cpu = torch.device("cpu")
     kinds = {
-        name: type(operations_for(kernels, cpu, dtype, sizes))
+        name: type(choose(kernels, cpu, dtype, *sizes))
         for name, kernels, dtype, sizes in (
             ("torch", "torch", torch.float32, (64, 64)),
             ("odd", "auto", torch.float32, (64, 30)),
+            ("odd head", "auto", torch.float32, (64, 64, 6)),
             ("half", "auto", torch.float16, (64, 64)),
         )
     }
     assert set(kinds.values()) == {TorchOperations}
     expected = TorchOperations if load_kernels() is None else CompiledOperations
-    assert type(operations_for("auto", cpu, torch.float32, (64, 64))) is expected
+    assert type(choose("auto", cpu, torch.float32, 64, 64)) is expected
