@@ -15,19 +15,21 @@ struct AttentionUnits {
   int64_t slots;  // of the pool, a head
   int64_t page_size;
   int64_t window;  // 0: none
-  int64_t tokens, units, threads;
+  int64_t tokens, units, merged, threads;
   float scale;
   const int64_t* new_slots;       // [tokens]
   const int64_t* positions;       // [tokens]
-  const int64_t* unit_row;        // [units], first place in rows
-  const int64_t* unit_row_count;  // [units]
-  const int64_t* unit_key;        // [units], position of the first key
-  const int64_t* unit_key_count;  // [units]
-  const int64_t* unit_page;       // [units], place in pages of the page that holds position 0
+  const int64_t* first_key;       // [units], position
+  const int64_t* last_key;        // [units], position after the last one
+  const int64_t* page_base;       // [units], place in pages of the page that holds position 0
+  const int64_t* first_row;       // [units], place in rows
+  const int64_t* row_count;       // [units]
+  const int64_t* first_part;      // [units], partial result of the first row; -1: no other part
   const int64_t* rows;            // packed tokens
-  const int64_t* places;          // beside rows: the number of the partial result, -1: the result
   const int64_t* pages;
-  const int64_t* part_offsets;  // [tokens + 1], partial results of each token
+  const int64_t* merged_rows;     // [merged], tokens that have parts
+  const int64_t* merged_offsets;  // [merged + 1]
+  const int64_t* merged_parts;    // numbers of parts
   float* outputs;               // [parts, kv_heads * group, dim]
   float* log_sums;              // [parts, kv_heads * group]
 };
@@ -112,28 +114,21 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
                  const T* values, const T* query, int64_t query_stride, T* out,
                  int64_t out_stride, Scratch& s) {
   const int64_t dim = p.dim, group = p.group, heads = p.kv_heads * group;
-  const int64_t* rows = p.rows + p.unit_row[unit];
-  const int64_t* places = p.places + p.unit_row[unit];
-  const int64_t count = p.unit_row_count[unit], queries = count * group;
+  const int64_t* rows = p.rows + p.first_row[unit];
+  const int64_t count = p.row_count[unit], queries = count * group;
   s.query.resize(queries * dim);
   s.output.assign(queries * dim, 0.0f);
   s.scores.resize(queries * kKeys);
   s.peaks.assign(queries, kNothing);
   s.sums.assign(queries, 0.0f);
 
-  int64_t lowest = std::numeric_limits<int64_t>::max(), highest = -1;
   for (int64_t r = 0; r < count; ++r) {
-    lowest = std::min(lowest, p.positions[rows[r]]);
-    highest = std::max(highest, p.positions[rows[r]]);
     const T* from = query + rows[r] * query_stride + head * group * dim;
     float* to = s.query.data() + r * group * dim;
     for (int64_t d = 0; d < group * dim; d += W) store<W>(to + d, load<W>(from + d) * p.scale);
   }
-  int64_t begin = p.unit_key[unit];
-  const int64_t end = std::min(begin + p.unit_key_count[unit], highest + 1);
-  if (p.window) begin = std::max(begin, lowest - p.window + 1);
-
-  const int64_t* pages = p.pages + p.unit_page[unit];
+  const int64_t begin = p.first_key[unit], end = p.last_key[unit];
+  const int64_t* pages = p.pages + p.page_base[unit];
   const int64_t base = head * p.slots;
   int64_t offsets[2][kKeys];  // of this block's keys in the pool, and of the next one's
   const T *key_rows[kKeys], *value_rows[kKeys];
@@ -211,35 +206,37 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
       const int64_t i = r * group + g, h = head * group + g;
       const float* from = s.output.data() + i * dim;
       const float factor = s.sums[i] > 0.0f ? 1.0f / s.sums[i] : 0.0f;
-      if (places[r] < 0) {
+      if (p.first_part[unit] < 0) {
         T* to = out + rows[r] * out_stride + h * dim;
         for (int64_t d = 0; d < dim; d += W) store<W>(to + d, load<W>(from + d) * factor);
       } else {
-        float* to = p.outputs + (places[r] * heads + h) * dim;
+        const int64_t part = (p.first_part[unit] + r) * heads + h;
+        float* to = p.outputs + part * dim;
         for (int64_t d = 0; d < dim; d += W) store<W>(to + d, load<W>(from + d) * factor);
-        p.log_sums[places[r] * heads + h] =
+        p.log_sums[part] =
             s.sums[i] > 0.0f ? s.peaks[i] + std::log(s.sums[i]) : kNothing;
       }
     }
   }
 }
 
-// Merges the partial results of one head of one token (log-sum-exp).
+// Merges the partial results of one head of a row (log-sum-exp).
 template <int W, class T>
-void merge(const AttentionUnits& p, int64_t token, int64_t head, T* out, Scratch& s) {
+void merge(const AttentionUnits& p, int64_t row, int64_t head, T* out, Scratch& s) {
   const int64_t heads = p.kv_heads * p.group;
-  const int64_t first = p.part_offsets[token], parts = p.part_offsets[token + 1] - first;
-  const float* log_sums = p.log_sums + first * heads + head;
-  const float* outputs = p.outputs + (first * heads + head) * p.dim;
+  const int64_t* of_row = p.merged_parts + p.merged_offsets[row];
+  const int64_t parts = p.merged_offsets[row + 1] - p.merged_offsets[row];
   float peak = kNothing, total = 0.0f;
-  for (int64_t i = 0; i < parts; ++i) peak = std::max(peak, log_sums[i * heads]);
   s.sums.resize(parts);
-  for (int64_t i = 0; i < parts; ++i) total += s.sums[i] = std::exp(log_sums[i * heads] - peak);
-  for (int64_t i = 0; i < parts; ++i) s.sums[i] /= total;
+  for (int64_t i = 0; i < parts; ++i) {
+    s.sums[i] = p.log_sums[of_row[i] * heads + head];
+    peak = std::max(peak, s.sums[i]);
+  }
+  for (int64_t i = 0; i < parts; ++i) total += s.sums[i] = std::exp(s.sums[i] - peak);
   for (int64_t d = 0; d < p.dim; d += W) {
     Floats<W> x{};
     for (int64_t i = 0; i < parts; ++i)
-      x += load<W>(outputs + i * heads * p.dim + d) * s.sums[i];
+      x += load<W>(p.outputs + (of_row[i] * heads + head) * p.dim + d) * (s.sums[i] / total);
     store<W>(out + head * p.dim + d, x);
   }
 }
@@ -268,10 +265,9 @@ void attend(const AttentionUnits& p, T* keys, T* values, const T* query, int64_t
       attend_unit<W>(p, u / p.kv_heads, u % p.kv_heads, keys, values, query, query_stride, out,
                      out_stride, scratch);
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < p.tokens; ++t) {
-      if (p.part_offsets[t + 1] == p.part_offsets[t]) continue;
-      for (int64_t h = 0; h < heads; ++h) merge<W>(p, t, h, out + t * out_stride, scratch);
-    }
+    for (int64_t r = 0; r < p.merged; ++r)
+      for (int64_t h = 0; h < heads; ++h)
+        merge<W>(p, r, h, out + p.merged_rows[r] * out_stride, scratch);
   }
 }
 
