@@ -13,13 +13,14 @@ define NEWLINE
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv embed generate test test-vllm lint format benchmark clean
+.PHONY: help venv embed generate test test-vllm test-gpu lint format benchmark clean
 
 help:
 	@echo "make embed      build a corpus of docstrings, embed it, search it"
 	@echo "make generate   build prompts of docstrings, have a language model summarise them"
 	@echo "make test       all tests; PYTEST_ARGS adds to pytest's arguments"
 	@echo "make test-vllm  the engine against vLLM, in an environment of its own"
+	@echo "make test-gpu   what needs a GPU, tests and measurements, with PYTHON as it is; 8 minutes at most"
 	@echo "make lint       formatting, ruff, mypy"
 	@echo "make format     write the formatting"
 	@echo "make benchmark  benchmarks/embed.py; BENCHMARK_ARGS adds to its arguments"
@@ -68,7 +69,7 @@ embed: venv
 generate: export HF_HUB_OFFLINE := 1
 generate: export STOP := $(NEWLINE)
 generate: venv
-	$(BIN)/python examples/prompts.py build $(OUT)/prompts --max_rows 320
+	$(BIN)/python examples/prompts.py build $(OUT)/prompts --max_rows 500
 	$(BIN)/python pipelines/generate_corpus.py --input $(OUT)/prompts --output $(OUT)/generated \
 		--prompt_column prompt --keep_columns module,qualname,text --max_tokens 32 --stop "$$STOP"
 	$(BIN)/python examples/prompts.py show $(OUT)/generated
@@ -82,6 +83,10 @@ test: venv
 test-vllm: export HF_HUB_OFFLINE := 1
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest -q -ra $(PYTEST_ARGS) tests/vllm
+
+# Installs nothing: PYTHON has torch, triton, transformers and what setup.py asks for.
+test-gpu:
+	$(PYTHON) -m benchmarks.gpu_run
 
 lint: venv
 	$(BIN)/ruff format --check .

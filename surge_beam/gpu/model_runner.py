@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from surge_beam.gpu.attention_plan import plan_attention, share_groups
+from surge_beam.gpu.attention_plan import AttentionPlan, plan_attention, share_groups
 from surge_beam.gpu.device_errors import free_device_memory, is_out_of_memory
-from surge_beam.gpu.kernels.operations import Attention
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
+from surge_beam.gpu.models.decoder import LayerKV
 from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Sampled, StepBatch
 from surge_beam.gpu.sampling import sample
+from surge_beam.gpu.transfer import HostCopies, to_device
 from surge_beam.records import EngineConfig, SurgeError
+
+if TYPE_CHECKING:
+    from surge_beam.gpu.cuda_graphs import DecodeGraphs
 
 _FREE_SHARE = {"cpu": 0.4, "cuda": 0.9}
 
@@ -26,6 +31,7 @@ class ModelRunner:
 
     Attributes:
       pool: keys and values, [layers, 2, kv_heads, pages * page_size, head_dim].
+      graphs: what runs steps in which every sequence decodes; None runs them like all others.
 
     Args:
       model: the model, on its device.
@@ -52,6 +58,8 @@ class ModelRunner:
             device=decoder.device,
         )
         self._layers = [(layer[0], layer[1]) for layer in self.pool]
+        self._copies = HostCopies(self.pool)
+        self.graphs = self._new_graphs()
 
     @property
     def decode_text(self) -> Callable[[list[int]], str]:
@@ -67,78 +75,90 @@ class ModelRunner:
             if not is_out_of_memory(error):
                 raise
             message = str(error).splitlines()[0] if str(error) else "out of memory"
+        if self.graphs is not None:
+            self.graphs.clear()
         free_device_memory()
         raise OutOfDeviceMemory(message)
 
     def sample(self, logits: Tensor, batch: StepBatch) -> Sampled:
         """The tokens chosen from logits, float32 [R, vocabulary]."""
-        return sample(logits, batch.sample)
+        return sample(logits, batch.sample, self.model.decoder.operations.chooser)
 
-    def plan(self, batch: StepBatch) -> tuple[np.ndarray, dict[int | None, Attention]]:
-        """Positions of the new tokens, int64 [T], and how each kind of layer attends, by window."""
-        decoder = self.model.decoder
+    def plan(self, batch: StepBatch) -> dict[int | None, AttentionPlan]:
+        """How each kind of layer attends, by window."""
         tables, context, counts = batch.block_tables, batch.context, batch.counts
         groups = share_groups(tables, context, self.page_size)
-        attentions = {}
+        plans = {}
         for window, layers in self._windows.items():
             plan = plan_attention(
                 tables, context, counts, self.page_size, window=window, groups=groups
             )
-            attentions[window] = decoder.operations.attention(
-                plan, self.pool[0, 0], heads=decoder.heads, scale=decoder.scale
-            )
             self.kv_tokens_read += round(plan.kv_tokens_read * layers)
             self.kv_tokens_unshared += round(plan.kv_tokens_unshared * layers)
-        return plan.positions, attentions
+            plans[window] = plan
+        return plans
 
-    def attend(
-        self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """Appends to a layer's KV and attends, [T, heads * head_dim]."""
-        keys, values = self._layers[layer]
-        return attention.run(keys, values, query, key, value)
+    def layers(self, plans: dict[int | None, AttentionPlan]) -> list[LayerKV]:
+        """What the decoder takes for a step of these plans."""
+        decoder = self.model.decoder
+        attentions = {
+            window: decoder.operations.attention(
+                plan, self.pool[0, 0], heads=decoder.heads, scale=decoder.scale
+            )
+            for window, plan in plans.items()
+        }
+        return [
+            (attentions[window], keys, values)
+            for window, (keys, values) in zip(decoder.windows, self._layers, strict=True)
+        ]
 
     def _forward(self, batch: StepBatch) -> Tensor:
-        decoder = self.model.decoder
-        positions, attentions = self.plan(batch)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self.attend(attentions[decoder.windows[layer]], layer, query, key, value)
-
-        device = decoder.device
+        decoder, plans = self.model.decoder, self.plan(batch)
+        if self.graphs is not None and len(batch.rows) == len(batch.counts) == len(batch.ids):
+            logits = self.graphs.logits(batch.ids, plans)
+            if logits is not None:
+                return logits
+        positions = next(iter(plans.values())).positions
         return decoder(
-            torch.from_numpy(batch.ids).to(device),
-            torch.from_numpy(positions).to(device),
-            attend,
-            torch.from_numpy(batch.rows).to(device),
+            to_device(batch.ids, decoder.device),
+            to_device(positions, decoder.device),
+            self.layers(plans),
+            to_device(batch.rows, decoder.device),
         )
 
+    def _new_graphs(self) -> DecodeGraphs | None:
+        decoder = self.model.decoder
+        if decoder.device.type != "cuda" or not decoder.operations.capturable:
+            return None
+        from surge_beam.gpu.cuda_graphs import CudaCapture, DecodeGraphs
+
+        return DecodeGraphs(decoder, self._layers, CudaCapture())
+
     @torch.inference_mode()
-    def save(self, pages: Sequence[int]) -> Tensor:
+    def save(self, pages: Sequence[int]) -> Any:
         """See ``Runner``."""
         try:
-            return self.pool[:, :, :, self._slots(pages)].cpu()
+            return self._copies.save(self._slots(pages))
         except (RuntimeError, MemoryError) as error:
             raise CopyFailed(str(error)) from error
 
     @torch.inference_mode()
-    def restore(self, copy: Tensor, first: int, pages: Sequence[int]) -> None:
+    def restore(self, copy: Any, first: int, pages: Sequence[int]) -> None:
         """See ``Runner``."""
         try:
-            part = copy[:, :, :, first * self.page_size :].to(self.pool.device)
-            self.pool[:, :, :, self._slots(pages)] = part
+            self._copies.restore(copy, first * self.page_size, self._slots(pages))
         except (RuntimeError, MemoryError) as error:
             raise CopyFailed(str(error)) from error
 
     def close(self) -> None:
         """See ``Runner``. The model stays, for the next engine of this process."""
         self.pool = self.pool[:, :, :, :0].clone()
-        self._layers = []
+        self._layers, self.graphs = [], None
+        self._copies = HostCopies(self.pool)
 
     def _slots(self, pages: Sequence[int]) -> Tensor:
-        first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
-        slots = (first + torch.arange(self.page_size)).flatten()
-        return slots.to(self.pool.device)
+        first = np.array(pages, np.int64)[:, None] * self.page_size
+        return to_device((first + np.arange(self.page_size)).ravel(), self.pool.device)
 
 
 def page_bytes(model: LanguageModel, page_size: int) -> int:

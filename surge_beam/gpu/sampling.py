@@ -13,14 +13,15 @@ asked for, by id elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from surge_beam.gpu.randomness import uniforms
 from surge_beam.gpu.runner import Sampled, SampleRow
-from surge_beam.records import TokenLogprob
+from surge_beam.gpu.transfer import to_device
+from surge_beam.records import SamplingParams, TokenLogprob
 
 _BLOCK = 128  # ids summed up together in the running sum over a vocabulary
 _WIDTH = 128  # ranks looked at first where a filter is asked for
@@ -29,7 +30,22 @@ _WIDEN = 16  # times as many where those do not settle a row
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+class Chooser(Protocol):
+    """Chooses tokens where the logits are."""
+
+    def argmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Largest logit of each row, float32 [R], and the lowest id that has it, int64 [R]."""
+
+    def draw(
+        self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``argmax``; where the temperature, float64 [R], is not 0 and the largest logit is
+        finite, the id is that of the uniform number, float64 [R], among all tokens."""
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleRow], chooser: Chooser | None = None
+) -> Sampled:
     """Chooses a token a row; ``logits`` is not changed.
 
     A row whose logits hold a NaN or +inf, or nothing but -inf, is listed as bad and gets token -1
@@ -39,12 +55,20 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     Args:
       logits: float32 [R, V], on any device.
       rows: R of them. One with a repetition penalty needs its history, ids below V.
+      chooser: for logits on a GPU, which are then waited for once, unless a row asks for a filter
+        or for log-probabilities.
     """
     scores = _penalized(logits, rows)
-    best, token_ids = _likeliest(scores)
+    hot = [r for r, row in enumerate(rows) if row.params.temperature > 0.0]
+    if chooser is None:
+        best, token_ids = _likeliest(scores)
+    else:
+        plain = [r for r in hot if not _filters(rows[r].params, logits.shape[1])]
+        best, token_ids = _chosen(chooser, scores, rows, plain)
+        hot = sorted(set(hot).difference(plain))
     fine = np.isfinite(best)
     token_ids[~fine] = -1
-    drawn = [r for r, row in enumerate(rows) if row.params.temperature > 0.0 and fine[r]]
+    drawn = [r for r in hot if fine[r]]
     if drawn:
         token_ids[drawn] = _draw(_take(scores, drawn), best[drawn], [rows[r] for r in drawn])
     logprobs: list[TokenLogprob | None] = [None] * len(rows)
@@ -60,7 +84,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
 def _take(matrix: torch.Tensor, rows: Sequence[int] | _Array) -> torch.Tensor:
     if len(rows) == len(matrix):
         return matrix
-    return matrix[torch.from_numpy(np.array(rows, dtype=np.int64)).to(matrix.device)]
+    return matrix[to_device(np.array(rows, dtype=np.int64), matrix.device)]
+
+
+def _filters(params: SamplingParams, vocabulary: int) -> bool:
+    """Whether some tokens are left out before one is drawn."""
+    return 0 < params.top_k < vocabulary or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def _penalized(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -75,10 +104,10 @@ def _penalized(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
             raise ValueError(f"row {r} has a repetition penalty but no history")
         histories.append(history.astype(np.int64))
     lengths = [len(history) for history in histories]
-    row = torch.from_numpy(np.repeat(wanted, lengths)).to(logits.device)
-    token = torch.from_numpy(np.concatenate(histories)).to(logits.device)
+    row = to_device(np.repeat(wanted, lengths), logits.device)
+    token = to_device(np.concatenate(histories), logits.device)
     penalties = np.array([rows[r].params.repetition_penalty for r in wanted], dtype=np.float32)
-    penalty = torch.from_numpy(np.repeat(penalties, lengths)).to(logits.device)
+    penalty = to_device(np.repeat(penalties, lengths), logits.device)
     scores = logits.clone()
     seen = scores[row, token]
     scores[row, token] = torch.where(seen < 0, seen * penalty, seen / penalty)
@@ -92,7 +121,26 @@ def _likeliest(scores: torch.Tensor) -> tuple[_Array, _Array]:
         ids = matrix.argmax(axis=1).astype(np.int64)
         return matrix[np.arange(len(matrix)), ids], ids
     values, indices = scores.max(dim=1)
-    return values.cpu().numpy(), indices.cpu().numpy()
+    return _fetched(values, indices)
+
+
+def _chosen(
+    chooser: Chooser, scores: torch.Tensor, rows: Sequence[SampleRow], drawn: Sequence[int]
+) -> tuple[_Array, _Array]:
+    """As ``_likeliest``, but that some rows' ids are drawn among all tokens."""
+    if not drawn:
+        return _fetched(*chooser.argmax(scores))
+    temperature, uniform = np.zeros((2, len(rows)))
+    temperature[drawn] = [rows[r].params.temperature for r in drawn]
+    uniform[drawn] = uniforms([rows[r].key for r in drawn], [rows[r].position for r in drawn])
+    sent = to_device(np.stack([temperature, uniform]), scores.device)
+    return _fetched(*chooser.draw(scores, sent[0], sent[1]))
+
+
+def _fetched(values: torch.Tensor, ids: torch.Tensor) -> tuple[_Array, _Array]:
+    """Both in one copy: float64 holds every float32 and every id."""
+    both = torch.stack([values.double(), ids.double()]).cpu().numpy()
+    return both[0].astype(np.float32), both[1].astype(np.int64)
 
 
 def _draw(scores: torch.Tensor, best: _Array, rows: Sequence[SampleRow]) -> _Array:
@@ -147,8 +195,8 @@ def _weights(scores: torch.Tensor, best: _Array, temperature: _Array) -> torch.T
     if padding:
         scores = torch.nn.functional.pad(scores, (0, padding), value=-torch.inf)
     weights = scores.to(torch.float64, copy=True)
-    weights.sub_(torch.from_numpy(best).to(scores.device)[:, None])
-    weights.div_(torch.from_numpy(temperature).to(scores.device)[:, None])
+    weights.sub_(to_device(best, scores.device)[:, None])
+    weights.div_(to_device(temperature, scores.device)[:, None])
     return weights.exp_().view(len(scores), -1, _BLOCK)
 
 
@@ -164,7 +212,8 @@ def _draw_by_id(weights: torch.Tensor, edges: _Array, rows: _Array, uniform: _Ar
     edges = edges[rows]
     target = uniform * edges[:, -1]
     block = (edges <= target[:, None]).sum(axis=1)
-    inside = weights[torch.from_numpy(rows), torch.from_numpy(block)].cpu().numpy()
+    index = to_device(np.stack([rows, block]), weights.device)
+    inside = weights[index[0], index[1]].cpu().numpy()
     before = np.where(block > 0, edges[np.arange(len(rows)), block - 1], 0.0)
     running = before[:, None] + inside.cumsum(axis=1)
     offset = (running <= target[:, None]).sum(axis=1)
@@ -193,7 +242,7 @@ def _logprobs(logits: torch.Tensor, token_ids: _Array, counts: _Array) -> list[T
     """Of the chosen tokens [n], and of the ``counts`` [n] likeliest of each row."""
     vocabulary = logits.shape[1]
     logprobs = torch.log_softmax(logits, dim=1)
-    chosen = logprobs.gather(1, torch.from_numpy(token_ids).to(logits.device)[:, None])
+    chosen = logprobs.gather(1, to_device(token_ids, logits.device)[:, None])
     counts = np.minimum(counts, vocabulary)
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(counts)
     if counts.any():
@@ -202,7 +251,7 @@ def _logprobs(logits: torch.Tensor, token_ids: _Array, counts: _Array) -> list[T
         while (certain < counts).any():
             width = min(vocabulary, width * _WIDEN)
             ranked, _, certain = _ranked(logits, width)
-        values = logprobs.gather(1, torch.from_numpy(ranked).to(logits.device)).tolist()
+        values = logprobs.gather(1, to_device(ranked, logits.device)).tolist()
         tops = [
             tuple(zip(i[:n], v[:n], strict=True))
             for i, v, n in zip(ranked.tolist(), values, counts.tolist(), strict=True)

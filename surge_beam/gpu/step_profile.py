@@ -31,7 +31,7 @@ from surge_beam.records import EngineConfig, Request, SamplingParams
 
 PARTS = ("linear", "attention", "elementwise", "head", "sampling", "planning")
 _LINEAR = ("qkv", "out", "gate_and_up", "down")
-_ELEMENTWISE = ("add_norm", "rotate", "gated")
+_ELEMENTWISE = ("add_norm", "gated")
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -61,10 +61,14 @@ class _Stopwatch:
 class ProfiledRunner(ModelRunner):
     """A runner whose parts' times are taken while ``watch`` is set.
 
-    It changes the model's own parts for that time.
+    It changes the model's own parts for that time. It runs no CUDA graphs, of whose parts no times
+    can be taken.
     """
 
     watch: _Stopwatch | None = None
+
+    def _new_graphs(self) -> None:
+        return None
 
     def sample(self, logits: Tensor, batch: StepBatch) -> Sampled:
         call = super().sample
@@ -76,9 +80,9 @@ class ProfiledRunner(ModelRunner):
         call = super().plan
         return self.watch.timed("planning", call)(batch) if self.watch else call(batch)
 
-    def attend(self, *arguments: Any) -> Tensor:
-        call = super().attend
-        return self.watch.timed("attention", call)(*arguments) if self.watch else call(*arguments)
+    def layers(self, plans: Any) -> Any:
+        call = super().layers
+        return self.watch.timed("planning", call)(plans) if self.watch else call(plans)
 
     def profiled(self, call: Callable[[], object]) -> dict[str, float]:
         """Seconds of each part in a call, and ``other``, what is left."""
@@ -87,6 +91,7 @@ class ProfiledRunner(ModelRunner):
         places: list[tuple[Any, str, str]] = [(decoder, "head", "head")]
         places += [(block, name, "linear") for block in decoder.blocks for name in _LINEAR]
         places += [(decoder.operations, name, "elementwise") for name in _ELEMENTWISE]
+        places += [(decoder.operations, "mix", "attention")]
         kept = [getattr(holder, name) for holder, name, _ in places]
         self.watch, began = watch, time.perf_counter()
         for (holder, name, part), original in zip(places, kept, strict=True):
@@ -138,8 +143,9 @@ class StepProfile:
 
     Attributes:
       total: of the whole step.
-      parts: ``linear`` (the head apart), ``attention``, ``elementwise`` (norms, rotary positions,
-        activation), ``head``, ``sampling``, ``planning``, and ``other``, what is left.
+      parts: ``linear`` (the head apart), ``attention`` (rotary positions and the append
+        included), ``elementwise`` (norms, activation), ``head``, ``sampling``, ``planning``, and
+        ``other``, what is left.
       python: of the whole step, at most; it is a share of every part.
       floor: linear layers and head alone, and the KV's bytes at copying speed.
     """
@@ -192,14 +198,19 @@ def _floor(runner: ModelRunner, batch: StepBatch, timer: StepTimer) -> dict[str,
         decoder.head(x[: padded_rows(len(batch.rows))])
 
     kv_bytes = int((batch.context + batch.counts).sum()) * runner.page_bytes // runner.page_size
-    source = torch.ones(max(1, kv_bytes // 4), dtype=torch.float32)
+    source = torch.ones(max(1, kv_bytes // 4), dtype=torch.float32, device=decoder.device)
     target = torch.empty_like(source)
 
+    watch = _Stopwatch(decoder.device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        return timer.median(watch.timed("linear", call))  # waits for the device
+
     # a copy reads and writes: half of its time is the reading
-    copying = timer.median(lambda: target.copy_(source)) / 2
+    copying = seconds(lambda: target.copy_(source)) / 2
     return {
-        "linear": 1e3 * timer.median(layers),
-        "head": 1e3 * timer.median(head),
+        "linear": 1e3 * seconds(layers),
+        "head": 1e3 * seconds(head),
         "kv at copying speed": 1e3 * copying,
     }
 

@@ -13,6 +13,7 @@ from surge_beam.gpu.kernels.attention_triton import (
     INTERPRETED,
     MAX_HEAD_DIM,
     UNIT_FIELDS,
+    Tile,
     launch_append,
     launch_attend,
     launch_merge,
@@ -48,11 +49,24 @@ class Room:
         """Whether every size is at least the other's."""
         return all(a >= b for a, b in zip(self._sizes(), other._sizes(), strict=True))
 
+    def padded(self, tokens: int) -> Room:
+        """For the same plan, padded to so many tokens."""
+        padding = tokens - self.tokens
+        return dataclasses.replace(self, tokens=tokens, merged=self.merged + padding)
+
+    def joined(self, other: Room) -> Room:
+        """The larger of each size."""
+        return Room._of([max(a, b) for a, b in zip(self._sizes(), other._sizes(), strict=True)])
+
     def rounded(self) -> Room:
         """Every size but tokens rounded up to a power of two, 0 staying 0."""
-        sizes = (0 if n == 0 else 1 << (n - 1).bit_length() for n in self._sizes())
-        _, pages, entries, parts, merged, *units = sizes
-        return Room(self.tokens, tuple(units), pages, entries, parts, merged)
+        rounded = [0 if n == 0 else 1 << (n - 1).bit_length() for n in self._sizes()]
+        return Room._of([self.tokens, *rounded[1:]])
+
+    @staticmethod
+    def _of(sizes: list[int]) -> Room:
+        tokens, pages, entries, parts, merged, *units = sizes
+        return Room(tokens, tuple(units), pages, entries, parts, merged)
 
     def _sizes(self) -> tuple[int, ...]:
         return (self.tokens, self.pages, self.entries, self.parts, self.merged, *self.units)
@@ -72,6 +86,7 @@ class TritonAttention:
 
     Attributes:
       room: what plans are padded to.
+      needed: what the plan in it needs.
       slots: where the new tokens' keys and values go, int64 [room.tokens]; -1 beyond the plan's.
     """
 
@@ -101,22 +116,16 @@ class TritonAttention:
         kv_heads, _, dim = keys.shape
         self._heads, self._group, self._dim = heads, heads // kv_heads, dim
         self._scale, self._device = scale, keys.device
-        every_tile = tiles(keys.dtype, dim, _capability(keys.device))
-        self._tiles = [tile for tile in every_tile if tile.rows >= self._group]
-        if keys.dtype not in _DTYPES or dim > MAX_HEAD_DIM or not self._tiles:
-            raise SurgeError(
-                f"the Triton kernels take heads of at most {MAX_HEAD_DIM} numbers in float32, "
-                f"bfloat16 or float16 and at most {every_tile[-1].rows} query heads a KV head, "
-                f"not {dim} in {keys.dtype} and {self._group}"
-            )
-        if keys.device.type == "cpu" and not INTERPRETED:
-            raise SurgeError("Triton kernels run on a GPU, or on a CPU with TRITON_INTERPRET=1")
+        why = refusal(keys.device, keys.dtype, dim, self._group)
+        if why:
+            raise SurgeError(why)
+        self._tiles = _fitting_tiles(keys.device, keys.dtype, dim, self._group)
         self._tile_rows = [tile.rows // self._group for tile in self._tiles]
         units = work_units(plan, self._tile_rows)
-        needed = _room(plan, units, room.tokens if room else len(plan.positions))
-        self.room = room or needed
-        if not self.room.holds(needed):
-            raise SurgeError(f"an attention plan needs {needed}, and the room is {room}")
+        self.needed = _room(plan, units, room.tokens if room else len(plan.positions))
+        self.room = room or self.needed
+        if not self.room.holds(self.needed):
+            raise SurgeError(f"an attention plan needs {self.needed}, and the room is {room}")
         host, places = _packed(plan, units, self.room)
         self._buffer = torch.empty(len(host), dtype=torch.int32, device=self._device)
         self._send(host)
@@ -137,8 +146,10 @@ class TritonAttention:
           False if it does not fit the room; then nothing is changed.
         """
         units = work_units(plan, self._tile_rows)
-        if not self.room.holds(_room(plan, units, self.room.tokens)):
+        needed = _room(plan, units, self.room.tokens)
+        if not self.room.holds(needed):
             return False
+        self.needed = needed
         self._send(_packed(plan, units, self.room)[0])
         return True
 
@@ -186,6 +197,30 @@ class TritonAttention:
         if self._device.type == "cuda":
             sent = sent.pin_memory()
         self._buffer.copy_(sent, non_blocking=True)
+
+
+def refusal(device: torch.device, dtype: torch.dtype, dim: int, group: int) -> str:
+    """Why the kernels do not take a pool; empty if they do.
+
+    Args:
+      device, dtype: of the pool.
+      dim: head size.
+      group: query heads that share a KV head.
+    """
+    if device.type == "cpu" and not INTERPRETED:
+        return "Triton kernels run on a GPU, or on a CPU with TRITON_INTERPRET=1"
+    if dtype in _DTYPES and dim <= MAX_HEAD_DIM and _fitting_tiles(device, dtype, dim, group):
+        return ""
+    largest = tiles(dtype, dim, _capability(device))[-1]
+    return (
+        f"the Triton kernels take heads of at most {MAX_HEAD_DIM} numbers in float32, bfloat16 or "
+        f"float16 and at most {largest.rows} query heads a KV head, not {dim} in {dtype} and "
+        f"{group}"
+    )
+
+
+def _fitting_tiles(device: torch.device, dtype: torch.dtype, dim: int, group: int) -> list[Tile]:
+    return [tile for tile in tiles(dtype, dim, _capability(device)) if tile.rows >= group]
 
 
 def _capability(device: torch.device) -> int | None:

@@ -1,13 +1,16 @@
 """What a decoder layer does besides its matrix products, by backend.
 
 ``TorchOperations`` runs everywhere and is the reference; ``CompiledOperations`` are this folder's
-C++ kernels. Both give equal results within the rounding of the number format.
+C++ kernels; ``TritonOperations`` (triton_operations.py) are its Triton kernels. All give equal
+results within the rounding of the number format.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+import importlib.util
+import logging
 from typing import Protocol
 
 import torch
@@ -20,6 +23,9 @@ from surge_beam.gpu.cpu_attention import CompiledAttention
 from surge_beam.gpu.kernels.compiled import load_kernels
 from surge_beam.gpu.models.linear import ACTIVATIONS
 from surge_beam.gpu.models.rope import rotate
+from surge_beam.gpu.sampling import Chooser
+
+_log = logging.getLogger(__name__)
 
 _COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -34,7 +40,15 @@ class Attention(Protocol):
 
 
 class Operations(Protocol):
-    """Operations on packed tokens."""
+    """Operations on packed tokens.
+
+    Attributes:
+      chooser: chooses tokens where the logits are; None leaves it to ``sampling``.
+      capturable: whether a CUDA graph can hold all of this but ``attention``.
+    """
+
+    chooser: Chooser | None
+    capturable: bool
 
     def attention(
         self, plan: AttentionPlan, keys: Tensor, *, heads: int, scale: float
@@ -44,9 +58,34 @@ class Operations(Protocol):
     def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Adds ``added`` to x [T, width] in place and returns x's RMS norm times weight [width]."""
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary positions of x [T, heads, dim], which may be a view with its heads side by side
-        and may be changed; cos and sin [T, 1, dim / 2]."""
+    def mix(
+        self,
+        attention: Attention,
+        keys: Tensor,
+        values: Tensor,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        norms: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Turns a layer's queries and keys by their positions, appends its keys and values to the
+        pool and attends.
+
+        Args:
+          attention: what ``attention`` gave for the step.
+          keys, values: the layer's pool, [kv_heads, slots, dim], contiguous.
+          qkv: [T, (heads + 2 * kv_heads) * dim], query heads first, then keys, then values; rows
+            contiguous; may be changed.
+          cos, sin: [T, 1, dim / 2].
+          norms: weights of norms of query and key heads, [heads + kv_heads, dim], as Qwen3 has
+            them; they go before the turn.
+          eps: of these norms.
+
+        Returns:
+          [T, heads * dim].
+        """
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """``activation(gate) * up`` of [T, 2 * inner], which may be changed: [T, inner]."""
@@ -54,6 +93,9 @@ class Operations(Protocol):
 
 class TorchOperations:
     """See ``Operations``."""
+
+    chooser: Chooser | None = None
+    capturable = False
 
     def attention(
         self, plan: AttentionPlan, keys: Tensor, *, heads: int, scale: float
@@ -67,8 +109,31 @@ class TorchOperations:
             x.add_(added)
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def mix(
+        self,
+        attention: Attention,
+        keys: Tensor,
+        values: Tensor,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        norms: Tensor | None,
+        eps: float,
+    ) -> Tensor:
         """See ``Operations``."""
+        kv_heads, _, dim = keys.shape
+        heads = qkv.view(len(qkv), -1, dim)
+        turned, value = heads.tensor_split((heads.shape[1] - kv_heads,), dim=1)
+        if norms is not None:
+            turned = F.rms_norm(turned, (dim,), None, eps) * norms
+        turned = self.rotate(turned, cos, sin)
+        query, key = turned.tensor_split((turned.shape[1] - kv_heads,), dim=1)
+        return attention.run(keys, values, query, key, value)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary positions of x [T, heads, dim], which may be a view with its heads side by side
+        and may be changed; cos and sin [T, 1, dim / 2]."""
         return rotate(x, cos, sin)
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -116,7 +181,7 @@ class CompiledOperations(TorchOperations):
         return out
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See ``Operations``."""
+        """See ``TorchOperations``."""
         tokens, heads, dim = x.shape
         self._rotate(
             *_ints(tokens, heads, dim // 2, x.stride(0), torch.get_num_threads()),
@@ -143,17 +208,58 @@ def _addresses(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
 
 
 def operations_for(
-    kernels: str, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]
+    kernels: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    width: int,
+    inner: int,
+    head_dim: int,
+    group: int,
 ) -> Operations:
     """The fastest operations there are.
 
     Args:
       kernels: ``auto``, or ``torch`` for torch's own operations.
       device, dtype: of the tensors.
-      sizes: numbers in a row of everything computed: hidden state, MLP, half a head.
+      width, inner, head_dim: sizes of hidden state, MLP and head.
+      group: query heads that share a KV head.
     """
-    if kernels == "auto" and device.type == "cpu" and CompiledOperations.takes(dtype, *sizes):
+    if kernels == "auto" and device.type == "cuda":
+        why = _triton_refusal(device, dtype, head_dim, group)
+        if not why:
+            from surge_beam.gpu.kernels.triton_operations import TritonOperations
+
+            return TritonOperations()
+        _say_once(f"torch's own operations are used, which are slower: {why}")
+    elif kernels == "auto" and CompiledOperations.takes(dtype, width, inner, head_dim // 2):
         library = load_kernels()
         if library is not None:
             return CompiledOperations(library, dtype)
     return TorchOperations()
+
+
+def _triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> str:
+    """Why the Triton kernels cannot run; empty if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "there is no package triton"
+    from surge_beam.gpu.triton_attention import refusal
+
+    return refusal(device, dtype, head_dim, group) or _failed_launch(device)
+
+
+@functools.cache
+def _failed_launch(device: torch.device) -> str:
+    """Why a kernel does not run; empty if it does. Compiling one needs a C compiler as well."""
+    from surge_beam.gpu.kernels.elementwise_triton import silu_and_mul
+
+    try:
+        silu_and_mul(torch.zeros(1, 2, device=device))
+    except Exception as error:  # whatever Triton and its compilers raise
+        return f"Triton runs no kernel here: {(str(error).splitlines() or [repr(error)])[0]}"
+    return ""
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _log.warning(message)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surge_beam.gpu.kernels.operations import operations_for
+from surge_beam.gpu.kernels.operations import Attention, operations_for
 from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, padded_rows
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config
 from surge_beam.gpu.models.weights import TensorSource
@@ -19,7 +19,8 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 PREFIXES = ("model.",)
 _ROPE_TYPES = (*FIXED_TYPES, "dynamic", "longrope")
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# Of a layer: how it attends, and its keys and values, [kv_heads, slots, head_dim].
+LayerKV = tuple[Attention, Tensor, Tensor]
 
 
 def unsupported(config: Any) -> str:
@@ -81,9 +82,16 @@ class Decoder:
         self.norms_heads = config.model_type == "qwen3"
         self.activation = config.hidden_act
         self.operations = operations_for(
-            kernels, self.device, self.dtype, (self.width, self.inner, self.head_dim // 2)
+            kernels,
+            self.device,
+            self.dtype,
+            width=self.width,
+            inner=self.inner,
+            head_dim=self.head_dim,
+            group=self.heads // self.kv_heads,
         )
-        self.rope = rope_from_config(config, config.rope_parameters, self.head_dim)
+        rope = rope_from_config(config, config.rope_parameters, self.head_dim)
+        self.rope = rope.to(self.device)
         self.words = _shaped(weights, "embed_tokens.weight", self.vocab, self.width)
         self.blocks = [_Layer(self, weights, i) for i in range(self.layers)]
         self.norm = _shaped(weights, "norm.weight", self.width)
@@ -92,15 +100,15 @@ class Decoder:
             self.words if tied else _shaped(weights, "lm_head.weight", self.vocab, self.width)
         )
 
-    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor) -> Tensor:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, layers: Sequence[LayerKV], rows: Tensor
+    ) -> Tensor:
         """One forward pass over packed tokens.
 
         Args:
           ids: token ids, int64 [T].
-          positions: position of each token in its own sequence from 0, int64 [T].
-          attend: called once a layer with the layer's number, query [T, heads, head_dim], key and
-            value [T, kv_heads, head_dim], which may be strided views; it appends key and value to
-            the KV of their sequences and returns the attended values, [T, heads * head_dim].
+          positions: position of each token in its own sequence from 0, integers [T].
+          layers: where the new tokens' keys and values go, and what they attend to.
           rows: tokens whose logits are wanted, int64 [R], 0 <= row < T.
 
         Returns:
@@ -108,16 +116,25 @@ class Decoder:
         """
         tokens, wanted = len(ids), len(rows)
         if self.device.type == "cpu":
-            filling = padded_rows(tokens) - tokens
-            ids, positions = F.pad(ids, (0, filling)), F.pad(positions, (0, filling))
+            ids = F.pad(ids, (0, padded_rows(tokens) - tokens))
             rows = F.pad(rows, (0, padded_rows(wanted) - wanted))
         x = F.embedding(ids, self.words)
         added = None
         cos, sin = self.rope.tables(positions, x.dtype)
-        for block in self.blocks:
-            query, key, value = block.project(x, added, cos, sin)
-            mixed = attend(block.index, query[:tokens], key[:tokens], value[:tokens])
-            if block.index == self.layers - 1:
+        for number, (block, (attention, keys, values)) in enumerate(
+            zip(self.blocks, layers, strict=True), start=1
+        ):
+            mixed = self.operations.mix(
+                attention,
+                keys,
+                values,
+                block.project(x, added)[:tokens],
+                cos,
+                sin,
+                norms=block.head_norms,
+                eps=self.eps,
+            )
+            if number == self.layers:
                 if not wanted:
                     return x.new_empty((0, self.vocab), dtype=torch.float32)
                 x, mixed = x[rows], mixed[rows]
@@ -130,7 +147,7 @@ class Decoder:
 
 class _Layer:
     def __init__(self, model: Decoder, weights: TensorSource, index: int) -> None:
-        self.model, self.index = model, index
+        self.model = model
         own, mlp = f"layers.{index}.self_attn.", f"layers.{index}.mlp."
         width, inner = model.width, model.inner
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -155,19 +172,11 @@ class _Layer:
         key = _shaped(weights, f"{own}k_norm.weight", model.head_dim)
         return torch.cat([query.expand(model.heads, -1), key.expand(model.kv_heads, -1)])
 
-    def project(
-        self, x: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds to hidden states [T, width] in place; their query, key and value, heads apart."""
+    def project(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """Adds to hidden states [T, width] in place; their queries, keys and values, [T, (heads +
+        2 * kv_heads) * head_dim]."""
         model = self.model
-        qkv = self.qkv(model.operations.add_norm(x, added, self.input_norm, model.eps))
-        turned, value = qkv.view(len(x), -1, model.head_dim).split(
-            (model.heads + model.kv_heads, model.kv_heads), dim=1
-        )
-        if self.head_norms is not None:
-            turned = F.rms_norm(turned, (model.head_dim,), None, model.eps) * self.head_norms
-        turned = model.operations.rotate(turned, cos, sin)
-        return turned[:, : model.heads], turned[:, model.heads :], value
+        return self.qkv(model.operations.add_norm(x, added, self.input_norm, model.eps))
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Adds attended values [n, heads * head_dim], projected, to x [n, width] in place; what the

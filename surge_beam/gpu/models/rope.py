@@ -21,8 +21,12 @@ class Rope:
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
         self.frequencies, self.scale = frequencies.float(), scale
 
+    def to(self, device: torch.device) -> Rope:
+        """With its frequencies on a device, so that its tables need no copy."""
+        return Rope(self.frequencies.to(device), self.scale)
+
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for int64 positions [T], both [T, 1, d / 2]."""
+        """Cosine and sine for integer positions [T], both [T, 1, d / 2]."""
         angles = positions.float()[:, None, None] * self.frequencies.to(positions.device)
         return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 

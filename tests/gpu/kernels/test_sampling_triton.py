@@ -8,6 +8,9 @@ import torch
 
 from surge_beam.gpu.kernels import sampling_triton
 from surge_beam.gpu.kernels.sampling_triton import argmax, draw
+from surge_beam.gpu.runner import SampleRow
+from surge_beam.gpu.sampling import sample
+from surge_beam.records import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARIES = pytest.mark.parametrize("vocabulary", [1, 2, 127, 128, 129, 5000, 9000])
@@ -111,3 +114,40 @@ def test_stages_cover_any_vocabulary():
     for vocabulary in (1, 4096, 4097, 151_936, 262_144):
         first, second = sampling_triton.argmax_options(vocabulary)
         assert first["BLOCK"] * second["COUNT"] >= vocabulary and second["BLOCK"] >= second["COUNT"]
+
+
+def rows_of(*params):
+    """Rows of sampling parameters, each with a key and a history of its own."""
+    history = np.arange(0, 60, 7, dtype=np.int32)
+    return [SampleRow(SamplingParams(**p), 11 + 3 * r, r, history) for r, p in enumerate(params)]
+
+
+PLAIN = [{}, {"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 0.7, "top_k": 5000}]
+FILTERED = [{"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "top_p": 0.6, "logprobs": 2}]
+PENALIZED = [{"repetition_penalty": 1.4}, {"temperature": 0.9, "repetition_penalty": 0.6}]
+
+
+@pytest.mark.parametrize("params", [[{}] * 3, PLAIN, PLAIN + FILTERED, FILTERED, PENALIZED + PLAIN])
+def test_sample_chooses_the_same_tokens_with_and_without_them(params):
+    rows = rows_of(*params * 3)
+    logits = logits_of(len(rows), 300)
+    logits[1, 7], logits[2] = torch.nan, -torch.inf
+    before = logits.clone()
+    expected, got = sample(logits.cpu(), rows), sample(logits, rows, sampling_triton)
+    assert got.token_ids.tolist() == expected.token_ids.tolist()
+    assert got.token_ids.dtype == np.int64
+    assert list(got.bad) == list(expected.bad) == [1, 2]
+    for a, b in zip(got.logprobs, expected.logprobs, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or a.logprob == pytest.approx(b.logprob, abs=1e-5)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("params", [[{}] * 3, PLAIN, PENALIZED])
+def test_the_logits_are_waited_for_once(params, monkeypatch):
+    fetched = []
+    real = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: fetched.append(x.numel()) or real(x))
+    rows = rows_of(*params)
+    sample(logits_of(len(rows), 300), rows, sampling_triton)
+    assert fetched == [2 * len(rows)]
