@@ -80,6 +80,7 @@ class CompiledAttention:
             log_sums=self._log_sums.data_ptr(),
             **{name: a.ctypes.data for name, a in self._held.items()},
         )
+        self._address = ctypes.addressof(self._units)
 
     def run(
         self, keys: Tensor, values: Tensor, query: Tensor, key: Tensor, value: Tensor
@@ -87,19 +88,17 @@ class CompiledAttention:
         """See ``TorchAttention.run``."""
         out = query.new_empty(len(query), self._width)
         self._attend(
-            ctypes.byref(self._units),
-            ctypes.c_void_p(keys.data_ptr()),
-            ctypes.c_void_p(values.data_ptr()),
+            *(self._address, keys.data_ptr(), values.data_ptr()),
             *_rows(query, self._dim),
             *_rows(key, self._dim),
             *_rows(value, self._dim),
-            ctypes.c_void_p(out.data_ptr()),
+            out.data_ptr(),
         )
         return out
 
 
-def _rows(x: Tensor, dim: int) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
+def _rows(x: Tensor, dim: int) -> tuple[int, int]:
     """Address and numbers from row to row of [T, heads, dim], its heads lying side by side."""
     if x.stride(2) != 1 or x.stride(1) != dim:
         raise ValueError("heads of a row must lie side by side")
-    return ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.stride(0))
+    return x.data_ptr(), x.stride(0)

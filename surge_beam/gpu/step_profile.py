@@ -3,7 +3,8 @@
 Prints one decode step and one prefill, by part, beside a floor: the same linear layers alone on
 the same number of rows, and the bytes of the KV at the speed at which this machine copies memory.
 Python's own share is what the same step takes on a model of as many layers that are next to
-nothing, which is more than it is, as their operations take their time too.
+nothing, but for its linear layers, whose time is the library's. It is less than that, as the other
+operations take their time too.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class _Hollow(TensorSource):
         return torch.randn(shape, device=self.device).to(self.dtype)
 
 
-def hollow_runner(model: LanguageModel, *, pages: int, page_size: int) -> ModelRunner:
+def hollow_runner(model: LanguageModel, *, pages: int, page_size: int) -> ProfiledRunner:
     """A runner of as many layers that compute next to nothing."""
     width = _Hollow.width
     config = LlamaConfig(
@@ -134,7 +135,7 @@ def hollow_runner(model: LanguageModel, *, pages: int, page_size: int) -> ModelR
     weights = _Hollow(dtype=model.decoder.dtype, device=model.decoder.device)
     decoder = Decoder(config, weights)
     hollow = dataclasses.replace(model, decoder=decoder, vocabulary=decoder.vocab)
-    return ModelRunner(hollow, pages=pages, page_size=page_size)
+    return ProfiledRunner(hollow, pages=pages, page_size=page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,18 +162,26 @@ def profile_step(
 ) -> StepProfile:
     """Medians over ``timer.repeats`` runs of the step that ``StepTimer.batch`` makes of these."""
     runner = timer.runner
-    assert isinstance(runner, ProfiledRunner)
     batch = timer.batch(rows, context, prompt)
     total = timer.median(lambda: runner.step(batch))
-    found = [runner.profiled(lambda: runner.step(batch)) for _ in range(timer.repeats)]
-    parts = {part: statistics.fmean(seconds[part] for seconds in found) for part in found[0]}
+    parts = _parts(timer, batch)
     scale = total / sum(parts.values())  # without what the watching takes
+    nothing = _parts(hollow, hollow.batch(rows, context, prompt))
     return StepProfile(
         total=1e3 * total,
         parts={name: 1e3 * seconds * scale for name, seconds in parts.items()},
-        python=1e3 * hollow.seconds(rows, context, prompt),
+        python=1e3 * (sum(nothing.values()) - nothing["linear"] - nothing["head"]),
         floor=_floor(runner, batch, timer),
     )
+
+
+def _parts(timer: StepTimer, batch: StepBatch) -> dict[str, float]:
+    """Mean seconds of each part."""
+    runner = timer.runner
+    assert isinstance(runner, ProfiledRunner)
+    runner.step(batch)
+    found = [runner.profiled(lambda: runner.step(batch)) for _ in range(timer.repeats)]
+    return {part: statistics.fmean(seconds[part] for seconds in found) for part in found[0]}
 
 
 @torch.inference_mode()

@@ -72,8 +72,8 @@ def start_llm(config: EngineConfig) -> Any:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if on_cpu else "1",
         # a fork of a process that has threads may hang
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Bound to one core, the thread that starts it would pass this on to all threads it makes, and
-        # bundles, which run in these, would decode on one core.
+        # A thread bound to a core passes this on to all threads it makes, and bundles run in such
+        # ones: they would decode on one core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -151,11 +152,17 @@ class CompiledOperations(TorchOperations):
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        name = _COMPILED_DTYPES[dtype]
-        self._attend = getattr(library, f"surge_attend_{name}")
-        self._add_norm = getattr(library, f"surge_add_norm_{name}")
-        self._rotate = getattr(library, f"surge_rotate_{name}")
-        self._silu_mul = getattr(library, f"surge_silu_mul_{name}")
+        def kernel(name: str, *types: type) -> Callable[..., None]:
+            found = getattr(library, f"surge_{name}_{_COMPILED_DTYPES[dtype]}")
+            found.argtypes, found.restype = types, None
+            return found
+
+        int_, pointer = ctypes.c_int64, ctypes.c_void_p
+        rows = (pointer, int_)
+        self._attend = kernel("attend", *[pointer] * 3, *rows, *rows, *rows, pointer)
+        self._add_norm = kernel("add_norm", *[int_] * 3, ctypes.c_float, *[pointer] * 4)
+        self._rotate = kernel("rotate", *[int_] * 5, *[pointer] * 3)
+        self._silu_mul = kernel("silu_mul", *[int_] * 3, *[pointer] * 2)
 
     @staticmethod
     def takes(dtype: torch.dtype, *sizes: int) -> bool:
@@ -172,11 +179,9 @@ class CompiledOperations(TorchOperations):
         """See ``Operations``."""
         out = torch.empty_like(x)
         self._add_norm(
-            *_ints(len(x), x.shape[1], torch.get_num_threads()),
-            ctypes.c_float(eps),
-            *_addresses(x),
-            None if added is None else ctypes.c_void_p(added.data_ptr()),
-            *_addresses(weight, out),
+            *(*x.shape, torch.get_num_threads(), eps, x.data_ptr()),
+            None if added is None else added.data_ptr(),
+            *(weight.data_ptr(), out.data_ptr()),
         )
         return out
 
@@ -184,8 +189,8 @@ class CompiledOperations(TorchOperations):
         """See ``TorchOperations``."""
         tokens, heads, dim = x.shape
         self._rotate(
-            *_ints(tokens, heads, dim // 2, x.stride(0), torch.get_num_threads()),
-            *_addresses(x, cos, sin),
+            *(tokens, heads, dim // 2, x.stride(0), torch.get_num_threads()),
+            *(x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
         )
         return x
 
@@ -195,16 +200,10 @@ class CompiledOperations(TorchOperations):
             return super().gated(gate_up, activation)
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        self._silu_mul(*_ints(rows, width // 2, torch.get_num_threads()), *_addresses(gate_up, out))
+        self._silu_mul(
+            *(rows, width // 2, torch.get_num_threads()), *(gate_up.data_ptr(), out.data_ptr())
+        )
         return out
-
-
-def _ints(*numbers: int) -> tuple[ctypes.c_int64, ...]:
-    return tuple(ctypes.c_int64(number) for number in numbers)
-
-
-def _addresses(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
-    return tuple(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
 
 
 def operations_for(
