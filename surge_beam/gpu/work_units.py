@@ -1,4 +1,5 @@
-"""A plan's items cut into units of equal size for programs of a GPU, and what merges their parts.
+"""A plan's items cut into units of equal size, for programs of a GPU and threads of a CPU, and what
+merges their parts.
 
 Numpy alone. A unit is a stretch of an item's keys for a block of its query rows, few enough that
 the rows, times the query heads that share a KV head, fill one tile. Long stretches are split, so

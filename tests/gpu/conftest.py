@@ -11,11 +11,15 @@ import os
 import pytest
 import torch
 
+from tests.whole import WHOLE
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
+    if WHOLE:  # real models, for an hour
+        return
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)

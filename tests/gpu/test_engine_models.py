@@ -248,7 +248,7 @@ def test_smollm2_decodes_what_transformers_decodes(smollm2):
     )
     wanted = oracle(theirs, requests)
     del theirs
-    for setting in SOME if WHOLE else [SOME[0], SOME[10]]:
+    for setting in SOME if WHOLE else SOME[:1]:
         done, own = run(model, requests, setting, prefill=512)
         assert {c.custom_id: c.token_ids for c in done} == wanted, setting
         if setting[1]:

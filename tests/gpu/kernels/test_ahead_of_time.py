@@ -26,8 +26,14 @@ def run(*arguments, **variables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", ["bfloat16, 64", pytest.param("", marks=only_whole)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("capability", "only"),
+    [
+        (90, "bfloat16, 64"),
+        (120, "bfloat16, 64"),
+        *(pytest.param(capability, "", marks=only_whole) for capability in CAPABILITIES),
+    ],
+)
 def test_kernels_compile_and_none_spills(capability, only, tmp_path):
     done = run("--capabilities", str(capability), "--only", only, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
