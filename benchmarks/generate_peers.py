@@ -16,6 +16,7 @@ import apache_beam as beam
 import pyarrow.parquet as pq
 
 from benchmarks.common import WORK, peak_memory
+from benchmarks.generate_engines import model_folder
 
 WARM_UP = [f"Say what comes after {i}, and why:" for i in range(4)]
 
@@ -66,12 +67,8 @@ def _llm(model: str, slots: int, **options: Any) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import vllm
 
-    from surge_beam.gpu.gguf_folder import folder_of_gguf
-    from surge_beam.gpu.text_tokenizer import GGUF, find_model
-
-    folder = find_model(model)
     llm = vllm.LLM(
-        model=str(folder_of_gguf(folder) if folder.suffix == GGUF else folder),
+        model=str(model_folder(model)),
         dtype="float32",
         max_num_seqs=slots,
         max_model_len=4096,

@@ -169,17 +169,8 @@ def page_bytes(model: LanguageModel, page_size: int) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def _model(config: tuple[str, str, str, bool, str]) -> LanguageModel:
-    model, dtype, device, accelerator, kernels = config
-    return load_language_model(
-        EngineConfig(
-            model=model,
-            dtype=dtype,
-            device=device,
-            require_accelerator=accelerator,
-            kernels=kernels,
-        )
-    )
+def _model(config: EngineConfig) -> LanguageModel:
+    return load_language_model(config)
 
 
 def load_model_runner(config: EngineConfig) -> ModelRunner:
@@ -192,7 +183,13 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
       SurgeError: if the model or the device is not there, or the pool would hold no page.
     """
     model = _model(
-        (config.model, config.dtype, config.device, config.require_accelerator, config.kernels)
+        EngineConfig(
+            model=config.model,
+            dtype=config.dtype,
+            device=config.device,
+            require_accelerator=config.require_accelerator,
+            kernels=config.kernels,
+        )
     )
     a_page = page_bytes(model, config.page_size)
     context = min(model.context_length, config.max_context or model.context_length)

@@ -30,20 +30,9 @@ class Step:
     value: torch.Tensor
     scale: float
 
-    def run(
-        self,
-        *,
-        attention=TorchAttention,
-        window=None,
-        share=True,
-        node_cost=0,
-        merge_cost=0,
-        times=1,
-    ) -> torch.Tensor:
-        """The result of a backend, which is built as ``TorchAttention`` is; the pool is left as it
-        was."""
+    def plan(self, *, window=None, share=True, node_cost=0, merge_cost=0):
         groups = share_groups(self.tables, self.context, self.page_size) if share else None
-        plan = plan_attention(
+        return plan_attention(
             self.tables,
             self.context,
             self.counts,
@@ -53,6 +42,17 @@ class Step:
             node_cost=node_cost,
             merge_cost=merge_cost,
         )
+
+    def run(
+        self,
+        *,
+        attention=TorchAttention,
+        times=1,
+        **how,
+    ) -> torch.Tensor:
+        """The result of a backend, which is built as ``TorchAttention`` is, on the plan of ``how``;
+        the pool is left as it was."""
+        plan = self.plan(**how)
         run = attention(plan, self.keys, heads=self.query.shape[1], scale=self.scale)
         for _ in range(times):
             out = run.run(self.keys.clone(), self.values.clone(), self.query, self.key, self.value)

@@ -164,7 +164,7 @@ def test_random_trees(sequences, window, heads, node_cost, scattered, sizes):
     check(step, out, window)
 
 
-def test_what_a_long_shared_prefix_gives_does_not_depend_on_the_cut(monkeypatch):
+def test_what_a_long_shared_prefix_gives_does_not_depend_on_the_cut():
     step = make_step([(-1, 0, 1300, 1), (0, 81, 3, 1), (0, 81, 0, 1), (0, 40, 5, 70)])
     check(step, step.run(attention=backend()), tolerance=2 * TOLERANCE[torch.float32])
 

@@ -274,13 +274,10 @@ void attend(const AttentionUnits& p, T* keys, T* values, const T* query, int64_t
 template <class T>
 void dispatch(const AttentionUnits& p, T* keys, T* values, const T* query, int64_t query_stride,
               const T* key, int64_t key_stride, const T* value, int64_t value_stride, T* out) {
-  if (kWidest > 8 && p.dim % 16 == 0)
-    attend<kWidest>(p, keys, values, query, query_stride, key, key_stride, value, value_stride, out);
-  else if (kWidest >= 8 && p.dim % 8 == 0)
-    attend<(kWidest < 8 ? kWidest : 8)>(p, keys, values, query, query_stride, key, key_stride,
-                                        value, value_stride, out);
-  else
-    attend<4>(p, keys, values, query, query_stride, key, key_stride, value, value_stride, out);
+  by_width(p.dim, [&](auto w) {
+    attend<decltype(w)::value>(p, keys, values, query, query_stride, key, key_stride, value,
+                               value_stride, out);
+  });
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // What stands between the products of a decoder layer, each in one pass; see elementwise.py.
 
 #include <cmath>
-#include <type_traits>
 
 #include "vectors.h"
 
@@ -9,17 +8,6 @@ namespace {
 
 // Numbers below which a second thread costs more than it saves.
 constexpr int64_t kSmall = 16384;
-
-// The widest vector that divides n.
-template <class Run>
-void by_width(int64_t n, Run run) {
-  if (kWidest > 8 && n % 16 == 0)
-    run(std::integral_constant<int, kWidest>());
-  else if (kWidest >= 8 && n % 8 == 0)
-    run(std::integral_constant<int, (kWidest < 8 ? kWidest : 8)>());
-  else
-    run(std::integral_constant<int, 4>());
-}
 
 template <class T>
 void add_norm(int64_t rows, int64_t width, int64_t threads, float eps, T* x, const T* added,

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 constexpr int kWidest = 16;
@@ -21,6 +22,17 @@ struct Lanes {
 
 template <int W>
 using Floats = typename Lanes<W>::Floats;
+
+// Calls run with the width of the widest vector that divides n.
+template <class Run>
+inline void by_width(int64_t n, Run run) {
+  if (kWidest > 8 && n % 16 == 0)
+    run(std::integral_constant<int, kWidest>());
+  else if (kWidest >= 8 && n % 8 == 0)
+    run(std::integral_constant<int, (kWidest < 8 ? kWidest : 8)>());
+  else
+    run(std::integral_constant<int, 4>());
+}
 
 struct BFloat16 {
   uint16_t bits;
@@ -66,13 +78,23 @@ inline Floats<W> all(float value) {
 }
 
 template <int W>
+struct Pair {
+  Floats<W / 2> low, high;
+};
+
+template <int W>
+inline Pair<W> halves(Floats<W> x) {
+  Pair<W> pair;
+  std::memcpy(&pair, &x, sizeof pair);
+  return pair;
+}
+
+template <int W>
 inline float sum(Floats<W> x) {
   if constexpr (W == 1) {
     return x[0];
   } else {
-    Floats<W / 2> low, high;
-    std::memcpy(&low, &x, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
+    auto [low, high] = halves<W>(x);
     return sum<W / 2>(low + high);
   }
 }
@@ -82,9 +104,7 @@ inline float largest(Floats<W> x) {
   if constexpr (W == 1) {
     return x[0];
   } else {
-    Floats<W / 2> low, high;
-    std::memcpy(&low, &x, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
+    auto [low, high] = halves<W>(x);
     return largest<W / 2>(low > high ? low : high);
   }
 }
@@ -94,9 +114,7 @@ inline Floats<4> halved(Floats<W> x) {
   if constexpr (W == 4) {
     return x;
   } else {
-    Floats<W / 2> low, high;
-    std::memcpy(&low, &x, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&x) + sizeof low, sizeof high);
+    auto [low, high] = halves<W>(x);
     return halved<W / 2>(low + high);
   }
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surge_beam.gpu import work_units
-from surge_beam.gpu.attention_plan import AttentionPlan, plan_attention, share_groups
+from surge_beam.gpu.attention_plan import plan_attention
 from surge_beam.gpu.triton_attention import Room, TritonAttention
 from surge_beam.records import SurgeError
 from tests.gpu.attention_steps import CASES, TOLERANCE, Step, check, make_step
@@ -24,23 +24,9 @@ def small_step(sequences=None, **options) -> Step:
     return make_step(SMALL if sequences is None else sequences, **sizes)
 
 
-def plan_of(step: Step, *, window=None, share=True) -> AttentionPlan:
-    groups = share_groups(step.tables, step.context, step.page_size) if share else None
-    return plan_attention(
-        step.tables,
-        step.context,
-        step.counts,
-        step.page_size,
-        window=window,
-        groups=groups,
-        node_cost=0,
-        merge_cost=0,
-    )
-
-
 def attention_of(step: Step, *, room=None, **options) -> TritonAttention:
     heads = step.query.shape[1]
-    plan = plan_of(step, **options)
+    plan = step.plan(**options)
     return TritonAttention(plan, step.keys, heads=heads, scale=step.scale, room=room)
 
 
@@ -111,7 +97,7 @@ def test_scores_up_to_60(sequences, short_splits):
 
 def test_new_keys_and_values_reach_the_pool():
     step = small_step(kv_heads=3)
-    plan = plan_of(step)
+    plan = step.plan()
     keys, values = step.keys.clone(), step.values.clone()
     attention_of(step).run(keys, values, step.query, step.key, step.value)
     for pool, before, new in ((keys, step.keys, step.key), (values, step.values, step.value)):
@@ -182,7 +168,7 @@ def test_room_takes_any_plan_that_fits(short_splits):
     attention = attention_of(larger, room=room)
     addresses = attention.slots.data_ptr()
     for one in (larger, step, larger):
-        assert attention.load(plan_of(one))
+        assert attention.load(one.plan())
         assert attention.slots.data_ptr() == addresses
         padding = tokens - len(one.query)
         padded = [
@@ -200,7 +186,7 @@ def test_a_plan_that_exceeds_its_room_changes_nothing():
     step, larger = small_step(), small_step(CASES["nested levels"])
     attention = attention_of(step)
     expected = run(step, attention)
-    assert not attention.load(plan_of(larger))
+    assert not attention.load(larger.plan())
     assert torch.equal(run(step, attention), expected)
     with pytest.raises(SurgeError, match="the room is"):
         attention_of(larger, room=attention.room)
