@@ -14,7 +14,7 @@ from surge_beam.gpu.work_units import work_units
 
 # Query rows of a unit, each with all query heads of a KV head: what is computed for one block of
 # keys stays in the first two caches.
-UNIT_ROWS = 16
+UNIT_ROWS = 32
 _LISTS = (
     *("new_slots", "positions", "first_key", "last_key", "page_base", "first_row", "row_count"),
     *("first_part", "rows", "pages", "merged_rows", "merged_offsets", "merged_parts"),

@@ -24,7 +24,6 @@ from surge_beam.gpu.engine import Engine
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.model_runner import ModelRunner
 from surge_beam.gpu.models.decoder import Decoder
-from surge_beam.gpu.models.linear import padded_rows
 from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.gpu.runner import Sampled, StepBatch
 from surge_beam.gpu.step_times import StepTimer
@@ -187,7 +186,7 @@ def _parts(timer: StepTimer, batch: StepBatch) -> dict[str, float]:
 @torch.inference_mode()
 def _floor(runner: ModelRunner, batch: StepBatch, timer: StepTimer) -> dict[str, float]:
     decoder = runner.model.decoder
-    rows = padded_rows(len(batch.ids))
+    rows = decoder.padded(len(batch.ids))
     x = torch.randn(rows, decoder.width, dtype=decoder.dtype, device=decoder.device)
     wide = torch.randn(
         rows, decoder.blocks[0].down.in_features, dtype=decoder.dtype, device=decoder.device
@@ -204,7 +203,7 @@ def _floor(runner: ModelRunner, batch: StepBatch, timer: StepTimer) -> dict[str,
             block.down(wide)
 
     def head() -> None:
-        decoder.head(x[: padded_rows(len(batch.rows))])
+        decoder.head(x[: decoder.padded(len(batch.rows))])
 
     kv_bytes = int((batch.context + batch.counts).sum()) * runner.page_bytes // runner.page_size
     source = torch.ones(max(1, kv_bytes // 4), dtype=torch.float32, device=decoder.device)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from surge_beam.gpu.models.decoder import PREFIXES, Decoder, unsupported
-from surge_beam.gpu.models.linear import padded_rows
+from surge_beam.gpu.models.linear import PackedLinear, packing_available
 from surge_beam.gpu.models.weights import Weights
 from surge_beam.gpu.text_tokenizer import context_length
 from surge_beam.records import SurgeError
@@ -113,11 +113,11 @@ def step(decoder, attention, parts, rows=None):
         return decoder(ids, positions, attention.layers(), rows)
 
 
-def load(folder):
+def load(folder, kernels="auto"):
     config = transformers.AutoConfig.from_pretrained(folder)
     assert unsupported(config) == ""
     cpu = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return Decoder(config, Weights(folder, prefixes=PREFIXES, **cpu))
+    return Decoder(config, Weights(folder, prefixes=PREFIXES, **cpu), kernels)
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +188,11 @@ def test_what_it_says_of_itself(folders):
     assert (llama.dtype, llama.device) == (torch.float32, torch.device("cpu"))
 
 
-def test_few_sizes_reach_the_linear_layers(folders, monkeypatch):
+@pytest.mark.skipif(not packing_available(), reason="this torch has no oneDNN")
+def test_few_sizes_reach_packed_linear_layers(folders, monkeypatch):
     """A step of any size runs on a padded one, which attention does not see."""
-    decoder = load(folders("llama"))
+    decoder = load(folders("llama"), kernels="torch")
+    assert isinstance(decoder.head, PackedLinear)
     sizes = set()
     for block in decoder.blocks:
         real = block.qkv
@@ -200,15 +202,6 @@ def test_few_sizes_reach_the_linear_layers(folders, monkeypatch):
     for tokens in range(1, 71):
         step(decoder, DenseAttention(decoder, 1), [(0, 0, [7] * tokens)], [tokens - 1])
     assert sizes == {*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), 72}
-
-
-def test_padded_rows():
-    padded = [padded_rows(rows) for rows in range(1, 5000)]
-    assert all(rows <= p < rows * 9 / 8 for rows, p in enumerate(padded, 1))
-    assert padded == sorted(padded)
-    assert all(padded_rows(p) == p for p in padded)
-    assert len(set(padded[:1024])) == 64
-    assert padded_rows(0) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """500 real requests through the whole job, against transformers one by one.
 
 Takes an hour, so it runs only with SURGE_WHOLE=1; the suite has smaller samples of each part.
-SURGE_ORACLE names a JSON file that keeps transformers' tokens between runs.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from tests.gpu import real_prompts
 from tests.pipelines.generate_support import generate, run_script
 from tests.pipelines.harness import read_output, write_rows
 from tests.pipelines.runner_support import worker_pool
+from tests.whole import kept, only_whole
 
 SMOLLM = "SmolLM2-135M-Instruct"
 REQUESTS = {"bbh": 240, "xquad": 240, "tau": 20}
@@ -31,7 +30,7 @@ SETTINGS = {
 }
 
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("SURGE_WHOLE"), reason="an hour; SURGE_WHOLE=1 runs it"),
+    only_whole,
     pytest.mark.timeout(0),
 ]
 
@@ -58,9 +57,10 @@ def prompts(shared_data: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[str]) -> list[str]:
-    kept = os.environ.get("SURGE_ORACLE")
-    if kept and Path(kept).exists():
-        return json.loads(Path(kept).read_text())
+    return kept(f"{len(prompts)} requests, {MAX_TOKENS} tokens", lambda: _oracle(prompts))
+
+
+def _oracle(prompts: list[str]) -> list[str]:
     from surge_beam.gpu.encoder import resolve_model
 
     file = next(Path(resolve_model(SMOLLM)).glob("*.gguf"))
@@ -81,8 +81,6 @@ def expected(prompts: list[str]) -> list[str]:
             pad_token_id=0,
         )
         texts.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
-    if kept:
-        Path(kept).write_text(json.dumps(texts))
     return texts
 
 

@@ -41,10 +41,13 @@ namespace {
 constexpr int kKeys = 64;  // scores of a block of keys stay in the first-level cache
 constexpr int kSome = 32;  // keys whose values are read between two rounds of prefetches
 constexpr int kRows = 3;   // a register block: kRows x 4 vectors
+constexpr int kTall = 6;   // or kTall x 2
+constexpr int kPack = 24;  // from so many queries on, transposing a block of keys pays
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 struct Scratch {
-  std::vector<float> query, scores, peaks, sums, output;
+  std::vector<float> query, scores, peaks, sums, output, packed;
+  std::vector<int64_t> begins, ends;
 };
 
 // Pages lie anywhere, so the processor cannot foresee which one comes next.
@@ -79,6 +82,62 @@ inline void score(const float* query, int64_t queries, int64_t dim, const T* con
     for (; i < queries; ++i)
       score_block<W, 1>(query + i * dim, dim, keys + k, scores + i * kKeys + k);
   }
+}
+
+// Keys as columns: packed[d * kKeys + k]. ``count`` and ``dim`` are multiples of 4.
+template <class T>
+inline void transpose(const T* const* keys, int64_t count, int64_t dim, float* packed) {
+  for (int64_t k = 0; k < count; k += 4) {
+    for (int64_t d = 0; d < dim; d += 4) {
+      Floats<4> a = load<4>(keys[k] + d), b = load<4>(keys[k + 1] + d);
+      Floats<4> c = load<4>(keys[k + 2] + d), e = load<4>(keys[k + 3] + d);
+      Floats<4> ab = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+      Floats<4> ce = __builtin_shufflevector(c, e, 0, 4, 1, 5);
+      Floats<4> ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+      Floats<4> ce_high = __builtin_shufflevector(c, e, 2, 6, 3, 7);
+      float* to = packed + d * kKeys + k;
+      store<4>(to, __builtin_shufflevector(ab, ce, 0, 1, 4, 5));
+      store<4>(to + kKeys, __builtin_shufflevector(ab, ce, 2, 3, 6, 7));
+      store<4>(to + 2 * kKeys, __builtin_shufflevector(ab_high, ce_high, 0, 1, 4, 5));
+      store<4>(to + 3 * kKeys, __builtin_shufflevector(ab_high, ce_high, 2, 3, 6, 7));
+    }
+  }
+}
+
+template <int W, int R>
+inline void score_packed(const float* query, int64_t dim, const float* packed, int64_t count,
+                         float* scores) {
+  for (int64_t k = 0; k < count; k += 2 * W) {
+    Floats<W> a[R][2] = {};
+    for (int64_t d = 0; d < dim; ++d) {
+      Floats<W> low = load<W>(packed + d * kKeys + k), high = load<W>(packed + d * kKeys + k + W);
+      for (int i = 0; i < R; ++i) {
+        Floats<W> q = all<W>(query[i * dim + d]);
+        a[i][0] += q * low;
+        a[i][1] += q * high;
+      }
+    }
+    for (int i = 0; i < R; ++i) {
+      store<W>(scores + i * kKeys + k, a[i][0]);
+      store<W>(scores + i * kKeys + k + W, a[i][1]);
+    }
+  }
+}
+
+template <int W, class T>
+inline void score_tall(Scratch& s, int64_t queries, int64_t dim, const T* const* keys,
+                       const T* const* values, int64_t filled) {
+  transpose(keys, filled, dim, s.packed.data());
+  for (int64_t k = 0; k < filled; ++k) prefetch(values[k], dim);
+  auto block = [&](auto rows, int64_t i) {
+    constexpr int R = decltype(rows)::value;
+    const int64_t end = *std::max_element(s.ends.data() + i, s.ends.data() + i + R);
+    score_packed<W, R>(s.query.data() + i * dim, dim, s.packed.data(), end,
+                       s.scores.data() + i * kKeys);
+  };
+  int64_t i = 0;
+  for (; i + kTall <= queries; i += kTall) block(std::integral_constant<int, kTall>(), i);
+  for (; i < queries; ++i) block(std::integral_constant<int, 1>(), i);
 }
 
 template <int W, int R, int V, class T>
@@ -121,6 +180,10 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
   s.scores.resize(queries * kKeys);
   s.peaks.assign(queries, kNothing);
   s.sums.assign(queries, 0.0f);
+  s.begins.resize(queries);
+  s.ends.resize(queries);
+  const bool tall = queries >= kPack;
+  if (tall) s.packed.resize(dim * kKeys);
 
   for (int64_t r = 0; r < count; ++r) {
     const T* from = query + rows[r] * query_stride + head * group * dim;
@@ -147,38 +210,46 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
       key_rows[k] = keys + offsets[turn][k];
       value_rows[k] = values + offsets[turn][k];
     }
-    constexpr int kStep = W > 4 ? W : 4;
-    const int64_t filled = (size + kStep - 1) / kStep * kStep;
+    const int64_t step = tall ? 2 * W : std::max(W, 4);
+    const int64_t filled = (size + step - 1) / step * step;
     for (int64_t k = size; k < filled; ++k) {
       key_rows[k] = key_rows[size - 1];
       value_rows[k] = value_rows[size - 1];
     }
-    score<W>(s.query.data(), queries, dim, key_rows, value_rows, filled, s.scores.data());
+    for (int64_t i = 0; i < queries; ++i) {
+      const int64_t position = p.positions[rows[i / group]];
+      s.ends[i] = std::clamp<int64_t>(position + 1 - first, 0, size);
+      s.begins[i] =
+          p.window ? std::clamp<int64_t>(position - p.window + 1 - first, 0, s.ends[i]) : 0;
+    }
+    if (tall)
+      score_tall<W>(s, queries, dim, key_rows, value_rows, filled);
+    else
+      score<W>(s.query.data(), queries, dim, key_rows, value_rows, filled, s.scores.data());
 
     for (int64_t i = 0; i < queries; ++i) {
       float* scores = s.scores.data() + i * kKeys;
-      const int64_t position = p.positions[rows[i / group]];
-      const int64_t seen = std::clamp<int64_t>(position + 1 - first, 0, size);
-      std::fill(scores + seen, scores + filled, kNothing);
-      if (p.window) {
-        const int64_t hidden = std::clamp<int64_t>(position - p.window + 1 - first, 0, size);
-        std::fill(scores, scores + hidden, kNothing);
+      const int64_t seen = (s.ends[i] + W - 1) / W * W;
+      std::fill(scores + seen, scores + filled, 0.0f);
+      if (s.begins[i] == s.ends[i]) {
+        std::fill(scores, scores + seen, 0.0f);
+        continue;
       }
+      std::fill(scores + s.ends[i], scores + seen, kNothing);
+      std::fill(scores, scores + s.begins[i], kNothing);
       Floats<W> highest_scores = all<W>(kNothing);
-      for (int64_t k = 0; k < filled; k += W) {
+      for (int64_t k = 0; k < seen; k += W) {
         Floats<W> x = load<W>(scores + k);
         highest_scores = x > highest_scores ? x : highest_scores;
       }
       const float before = s.peaks[i], peak = std::max(before, largest<W>(highest_scores));
-      // Keys that are all hidden so far: any finite number makes their weights 0.
-      const float safe = peak == kNothing ? 0.0f : peak;
       Floats<W> total{};
-      for (int64_t k = 0; k < filled; k += W) {
-        Floats<W> weight = exponential<W>(load<W>(scores + k) - safe);
+      for (int64_t k = 0; k < seen; k += W) {
+        Floats<W> weight = exponential<W>(load<W>(scores + k) - peak);
         store<W>(scores + k, weight);
         total += weight;
       }
-      const float fade = before == kNothing ? 0.0f : std::exp(before - safe);
+      const float fade = before == peak ? 1.0f : std::exp(before - peak);
       s.sums[i] = s.sums[i] * fade + sum<W>(total);
       s.peaks[i] = peak;
       if (fade != 1.0f) {
@@ -190,14 +261,15 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
     for (int64_t k = 0; k < size; k += kSome) {
       for (int64_t j = k; j < std::min(next, k + kSome); ++j)
         prefetch(keys + offsets[turn ^ 1][j], dim);
-      const int64_t some = std::min<int64_t>(kSome, size - k);
       int64_t i = 0;
-      for (; i + kRows <= queries; i += kRows)
-        weigh_rows<W, kRows>(s.scores.data() + i * kKeys + k, value_rows + k, some, dim,
-                             s.output.data() + i * dim);
+      for (; i + kRows <= queries; i += kRows) {
+        const int64_t end = *std::max_element(s.ends.data() + i, s.ends.data() + i + kRows);
+        weigh_rows<W, kRows>(s.scores.data() + i * kKeys + k, value_rows + k,
+                             std::min<int64_t>(kSome, end - k), dim, s.output.data() + i * dim);
+      }
       for (; i < queries; ++i)
-        weigh_rows<W, 1>(s.scores.data() + i * kKeys + k, value_rows + k, some, dim,
-                         s.output.data() + i * dim);
+        weigh_rows<W, 1>(s.scores.data() + i * kKeys + k, value_rows + k,
+                         std::min<int64_t>(kSome, s.ends[i] - k), dim, s.output.data() + i * dim);
     }
   }
 

@@ -20,7 +20,7 @@ from surge_beam.gpu.user_cache import cache_folder
 
 _log = logging.getLogger(__name__)
 
-SOURCES = ("attention.cpp", "elementwise.cpp")
+SOURCES = ("attention.cpp", "elementwise.cpp", "linear.cpp")
 _HEADERS = ("vectors.h",)
 # By what torch says the processor has (and ATEN_CPU_CAPABILITY may lower).
 _FLAGS = {

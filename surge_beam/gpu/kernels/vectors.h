@@ -74,7 +74,7 @@ inline void store(BFloat16* to, Floats<W> x) {
 
 template <int W>
 inline Floats<W> all(float value) {
-  return Floats<W>{} + value;
+  return value - Floats<W>{};  // 0 + value would be added up: it is not value where that is -0
 }
 
 template <int W>
@@ -134,8 +134,8 @@ template <int W>
 inline Floats<W> exponential(Floats<W> x) {
   constexpr float kLog2e = 1.44269504088896341f, kRound = 12582912.0f;
   constexpr float kLow = -87.0f, kHigh = 88.0f;
-  Floats<W> clipped = x > all<W>(kLow) ? x : all<W>(kLow);
-  clipped = clipped < all<W>(kHigh) ? clipped : all<W>(kHigh);
+  Floats<W> clipped = x < all<W>(kLow) ? all<W>(kLow) : x;  // NaN stays
+  clipped = clipped > all<W>(kHigh) ? all<W>(kHigh) : clipped;
   Floats<W> shifted = clipped * kLog2e + kRound;
   Floats<W> power = shifted - kRound;
   Floats<W> r = clipped - power * 0.693359375f;
@@ -150,7 +150,5 @@ inline Floats<W> exponential(Floats<W> x) {
   typename Lanes<W>::Ints exponent = (__builtin_convertvector(power, typename Lanes<W>::Ints) + 127) << 23;
   Floats<W> scale;
   std::memcpy(&scale, &exponent, sizeof scale);
-  Floats<W> result = y * scale;
-  result = x < all<W>(kLow) ? Floats<W>{} : result;
-  return x == x ? result : x;
+  return x < all<W>(kLow) ? Floats<W>{} : y * scale;
 }

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surge_beam.gpu.kernels.operations import Attention, operations_for
-from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, padded_rows
+from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, make_linear
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config
 from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.records import SurgeError
@@ -58,7 +58,8 @@ def unsupported_error(name: str, family: Any, why: str) -> SurgeError:
 class Decoder:
     """Pre-norm decoder with rotary positions, grouped queries and a gated MLP.
 
-    On a CPU the number of rows is rounded up inside (``padded_rows``); callers do not see it.
+    Linear layers that like some numbers of rows better (``Linear.padded``) get rows of filling
+    inside; callers do not see it.
 
     Attributes:
       layers, heads, kv_heads, head_dim, vocab: sizes.
@@ -66,6 +67,8 @@ class Decoder:
       windows: keys a query sees, itself included, a layer; None sees all.
       scale: factor on the attention scores.
       dtype, device: of keys, values and hidden states.
+      kernels: ``auto``, or ``torch`` for torch's own operations.
+      padded: ``Linear.padded`` of its layers.
     """
 
     def __init__(self, config: Any, weights: TensorSource, kernels: str = "auto") -> None:
@@ -81,6 +84,7 @@ class Decoder:
         self.inner = int(config.intermediate_size)
         self.norms_heads = config.model_type == "qwen3"
         self.activation = config.hidden_act
+        self.kernels = kernels
         self.operations = operations_for(
             kernels,
             self.device,
@@ -96,9 +100,11 @@ class Decoder:
         self.blocks = [_Layer(self, weights, i) for i in range(self.layers)]
         self.norm = _shaped(weights, "norm.weight", self.width)
         tied = bool(config.tie_word_embeddings)
-        self.head = Linear(
-            self.words if tied else _shaped(weights, "lm_head.weight", self.vocab, self.width)
+        self.head = make_linear(
+            self.words if tied else _shaped(weights, "lm_head.weight", self.vocab, self.width),
+            kernels=kernels,
         )
+        self.padded = self.head.padded
 
     def __call__(
         self, ids: Tensor, positions: Tensor, layers: Sequence[LayerKV], rows: Tensor
@@ -115,9 +121,8 @@ class Decoder:
           Logits, float32 [R, vocab].
         """
         tokens, wanted = len(ids), len(rows)
-        if self.device.type == "cpu":
-            ids = F.pad(ids, (0, padded_rows(tokens) - tokens))
-            rows = F.pad(rows, (0, padded_rows(wanted) - wanted))
+        ids = F.pad(ids, (0, self.padded(tokens) - tokens))
+        rows = F.pad(rows, (0, self.padded(wanted) - wanted))
         x = F.embedding(ids, self.words)
         added = None
         cos, sin = self.rope.tables(positions, x.dtype)
@@ -152,16 +157,14 @@ class _Layer:
         width, inner = model.width, model.inner
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.input_norm = _shaped(weights, f"layers.{index}.input_layernorm.weight", width)
-        self.qkv = _linear(
-            weights, width, {f"{own}q_proj": queries, f"{own}k_proj": keys, f"{own}v_proj": keys}
-        )
+        projections = {f"{own}q_proj": queries, f"{own}k_proj": keys, f"{own}v_proj": keys}
+        self.qkv = _linear(weights, width, projections, model.kernels)
         self.head_norms = self._head_norms(weights, own)
-        self.out = _linear(weights, queries, {f"{own}o_proj": width})
+        self.out = _linear(weights, queries, {f"{own}o_proj": width}, model.kernels)
         self.mlp_norm = _shaped(weights, f"layers.{index}.post_attention_layernorm.weight", width)
-        self.gate_and_up = _linear(
-            weights, width, {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
-        )
-        self.down = _linear(weights, inner, {f"{mlp}down_proj": width})
+        gate_and_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
+        self.gate_and_up = _linear(weights, width, gate_and_up, model.kernels)
+        self.down = _linear(weights, inner, {f"{mlp}down_proj": width}, model.kernels)
 
     def _head_norms(self, weights: TensorSource, own: str) -> Tensor | None:
         """Weights of Qwen3's norms of query and key heads, [heads + kv_heads, head_dim]."""
@@ -202,8 +205,8 @@ def _shaped(weights: TensorSource, name: str, *shape: int) -> Tensor:
     return tensor
 
 
-def _linear(weights: TensorSource, inputs: int, outputs: dict[str, int]) -> Linear:
-    layer = weights.linear(*outputs)
+def _linear(weights: TensorSource, inputs: int, outputs: dict[str, int], kernels: str) -> Linear:
+    layer = weights.linear(*outputs, kernels=kernels)
     shape = (layer.out_features, layer.in_features)
     _check(" + ".join(outputs), shape, (sum(outputs.values()), inputs))
     return layer

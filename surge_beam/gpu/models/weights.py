@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from surge_beam.gpu.models.linear import Linear
+from surge_beam.gpu.models.linear import Linear, make_linear
 from surge_beam.records import SurgeError
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
@@ -42,8 +42,11 @@ class TensorSource(abc.ABC):
             raise SurgeError(f"the model's weights have no tensor named {name!r}")
         return found
 
-    def linear(self, *names: str) -> Linear:
-        """Projections of the same input, stacked into one; a missing bias is none or zero."""
+    def linear(self, *names: str, kernels: str = "torch") -> Linear:
+        """Projections of the same input, stacked into one; a missing bias is none or zero.
+
+        ``kernels`` as in ``make_linear``.
+        """
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.find(f"{name}.bias") for name in names]
         for name, weight, bias in zip(names, weights, biases, strict=True):
@@ -59,7 +62,8 @@ class TensorSource(abc.ABC):
                     for w, b in zip(weights, biases, strict=True)
                 ]
             )
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0], stacked)
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return make_linear(weight, stacked, kernels=kernels)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor rounded, in the dtype and on the device."""
