@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from surge_beam.gpu.attention_plan import AttentionPlan, Ints
+from surge_beam.gpu.models.linear import Buffer
 from surge_beam.gpu.work_units import work_units
 
 # Query rows of a unit, each with all query heads of a KV head: what is computed for one block of
@@ -48,8 +49,15 @@ class CompiledAttention:
         *,
         heads: int,
         scale: float,
+        buffer: Buffer | None = None,
     ) -> None:
-        """See ``TorchAttention``; ``attend`` is the kernel for the keys' dtype."""
+        """See ``TorchAttention``.
+
+        Args:
+          attend: the kernel for the keys' dtype.
+          buffer: for the results; none gives each its own memory.
+        """
+        self._buffer = buffer
         kv_heads, slots, dim = keys.shape
         self._attend = attend
         self._width, self._dim = heads * dim, dim
@@ -86,7 +94,7 @@ class CompiledAttention:
         self, keys: Tensor, values: Tensor, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """See ``TorchAttention.run``."""
-        out = query.new_empty(len(query), self._width)
+        out = (self._buffer or Buffer()).empty(len(query), self._width, query.dtype)
         self._attend(
             *(self._address, keys.data_ptr(), values.data_ptr()),
             *_rows(query, self._dim),

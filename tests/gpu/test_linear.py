@@ -7,6 +7,7 @@ import torch
 
 from surge_beam.gpu.kernels.compiled import load_kernels
 from surge_beam.gpu.models.linear import (
+    Buffer,
     CompiledLinear,
     Linear,
     PackedLinear,
@@ -99,3 +100,16 @@ def test_packed_rows_are_of_few_numbers():
     assert len(set(padded[:1024])) == 64
     assert PackedLinear.padded(0) == 0
     assert Linear.padded(17) == 17
+
+
+def test_a_buffer_gives_the_same_memory_again(library):
+    buffer = Buffer()
+    layers = [CompiledLinear(library, torch.randn(20, 30), buffer=buffer) for _ in range(2)]
+    x = torch.randn(9, 30)
+    first, kept = layers[0](x), layers[0](x).clone()
+    second = layers[1](x)
+    assert second.data_ptr() == first.data_ptr()
+    assert not torch.equal(second, kept)
+    assert torch.equal(layers[0](x), kept)
+    assert layers[0](torch.randn(90, 30)).shape == (90, 20)
+    assert buffer.empty(2, 3, torch.bfloat16).dtype == torch.bfloat16

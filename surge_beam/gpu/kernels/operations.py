@@ -22,7 +22,7 @@ from surge_beam.gpu.attention import TorchAttention
 from surge_beam.gpu.attention_plan import AttentionPlan
 from surge_beam.gpu.cpu_attention import CompiledAttention
 from surge_beam.gpu.kernels.compiled import load_kernels
-from surge_beam.gpu.models.linear import ACTIVATIONS
+from surge_beam.gpu.models.linear import ACTIVATIONS, Buffer
 from surge_beam.gpu.models.rope import rotate
 from surge_beam.gpu.sampling import Chooser
 
@@ -149,14 +149,17 @@ class CompiledOperations(TorchOperations):
     Args:
       library: what ``load_kernels`` gave.
       dtype: of the tensors, one that ``takes`` knows.
+      reuse: whether an operation may write its result over its last one.
     """
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, reuse: bool = False) -> None:
         def kernel(name: str, *types: type) -> Callable[..., None]:
             found = getattr(library, f"surge_{name}_{_COMPILED_DTYPES[dtype]}")
             found.argtypes, found.restype = types, None
             return found
 
+        self._dtype = dtype
+        self._buffers = {n: Buffer() for n in ("attention", "norm", "gated")} if reuse else {}
         int_, pointer = ctypes.c_int64, ctypes.c_void_p
         rows = (pointer, int_)
         self._attend = kernel("attend", *[pointer] * 3, *rows, *rows, *rows, pointer)
@@ -173,11 +176,19 @@ class CompiledOperations(TorchOperations):
         self, plan: AttentionPlan, keys: Tensor, *, heads: int, scale: float
     ) -> Attention:
         """See ``Operations``."""
-        return CompiledAttention(self._attend, plan, keys, heads=heads, scale=scale)
+        return CompiledAttention(
+            *(self._attend, plan, keys),
+            heads=heads,
+            scale=scale,
+            buffer=self._buffers.get("attention"),
+        )
+
+    def _empty(self, name: str, rows: int, columns: int) -> Tensor:
+        return self._buffers.get(name, Buffer()).empty(rows, columns, self._dtype)
 
     def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """See ``Operations``."""
-        out = torch.empty_like(x)
+        out = self._empty("norm", *x.shape)
         self._add_norm(
             *(*x.shape, torch.get_num_threads(), eps, x.data_ptr()),
             None if added is None else added.data_ptr(),
@@ -199,7 +210,7 @@ class CompiledOperations(TorchOperations):
         if activation not in ("silu", "swish"):
             return super().gated(gate_up, activation)
         rows, width = gate_up.shape
-        out = gate_up.new_empty(rows, width // 2)
+        out = self._empty("gated", rows, width // 2)
         self._silu_mul(
             *(rows, width // 2, torch.get_num_threads()), *(gate_up.data_ptr(), out.data_ptr())
         )
@@ -234,7 +245,7 @@ def operations_for(
     elif kernels == "auto" and CompiledOperations.takes(dtype, width, inner, head_dim // 2):
         library = load_kernels()
         if library is not None:
-            return CompiledOperations(library, dtype)
+            return CompiledOperations(library, dtype, reuse=True)
     return TorchOperations()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surge_beam.gpu.kernels.operations import Attention, operations_for
-from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, make_linear
+from surge_beam.gpu.models.linear import ACTIVATIONS, Buffer, Linear, make_linear
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config
 from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.records import SurgeError
@@ -69,6 +70,7 @@ class Decoder:
       dtype, device: of keys, values and hidden states.
       kernels: ``auto``, or ``torch`` for torch's own operations.
       padded: ``Linear.padded`` of its layers.
+      buffers: memory of the layers' results, by role.
     """
 
     def __init__(self, config: Any, weights: TensorSource, kernels: str = "auto") -> None:
@@ -97,6 +99,7 @@ class Decoder:
         rope = rope_from_config(config, config.rope_parameters, self.head_dim)
         self.rope = rope.to(self.device)
         self.words = _shaped(weights, "embed_tokens.weight", self.vocab, self.width)
+        self.buffers: dict[str, Buffer] = collections.defaultdict(Buffer)
         self.blocks = [_Layer(self, weights, i) for i in range(self.layers)]
         self.norm = _shaped(weights, "norm.weight", self.width)
         tied = bool(config.tie_word_embeddings)
@@ -158,13 +161,13 @@ class _Layer:
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.input_norm = _shaped(weights, f"layers.{index}.input_layernorm.weight", width)
         projections = {f"{own}q_proj": queries, f"{own}k_proj": keys, f"{own}v_proj": keys}
-        self.qkv = _linear(weights, width, projections, model.kernels)
+        self.qkv = _linear(model, weights, "qkv", width, projections)
         self.head_norms = self._head_norms(weights, own)
-        self.out = _linear(weights, queries, {f"{own}o_proj": width}, model.kernels)
+        self.out = _linear(model, weights, "out", queries, {f"{own}o_proj": width})
         self.mlp_norm = _shaped(weights, f"layers.{index}.post_attention_layernorm.weight", width)
         gate_and_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
-        self.gate_and_up = _linear(weights, width, gate_and_up, model.kernels)
-        self.down = _linear(weights, inner, {f"{mlp}down_proj": width}, model.kernels)
+        self.gate_and_up = _linear(model, weights, "gate and up", width, gate_and_up)
+        self.down = _linear(model, weights, "down", inner, {f"{mlp}down_proj": width})
 
     def _head_norms(self, weights: TensorSource, own: str) -> Tensor | None:
         """Weights of Qwen3's norms of query and key heads, [heads + kv_heads, head_dim]."""
@@ -205,8 +208,11 @@ def _shaped(weights: TensorSource, name: str, *shape: int) -> Tensor:
     return tensor
 
 
-def _linear(weights: TensorSource, inputs: int, outputs: dict[str, int], kernels: str) -> Linear:
-    layer = weights.linear(*outputs, kernels=kernels)
+def _linear(
+    model: Decoder, weights: TensorSource, role: str, inputs: int, outputs: dict[str, int]
+) -> Linear:
+    buffer = model.buffers[role]  # of all layers: none needs another's result after its own
+    layer = weights.linear(*outputs, kernels=model.kernels, buffer=buffer)
     shape = (layer.out_features, layer.in_features)
     _check(" + ".join(outputs), shape, (sum(outputs.values()), inputs))
     return layer

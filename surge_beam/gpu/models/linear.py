@@ -14,6 +14,23 @@ _PACK_ROWS = 32
 _LARGEST_STEP = 64
 
 
+class Buffer:
+    """Memory for a result that is done with before the next one comes.
+
+    A result of several MiB that is allocated anew in every layer costs a page fault a page.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def empty(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[rows, columns] on the CPU, in the memory of what it gave before."""
+        size = rows * columns
+        if self._memory is None or len(self._memory) < size or self._memory.dtype != dtype:
+            self._memory = torch.empty(size, dtype=dtype)
+        return self._memory[:size].view(rows, columns)
+
+
 class Linear:
     """``x W^T + b`` for x of shape [T, in_features].
 
@@ -75,9 +92,21 @@ class CompiledLinear(Linear):
     """See ``Linear``; float32 on a CPU, by this package's kernel (kernels/linear.cpp).
 
     A row's result depends on no other row, nor on how many there are, nor on the threads.
+
+    Args:
+      library: what ``load_kernels`` gave.
+      weight, bias: see ``Linear``.
+      buffer: for the results; none gives each its own memory.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        buffer: Buffer | None = None,
+    ) -> None:
+        self._buffer = buffer
         self._columns = int(library.surge_panel_columns())
         self._multiply = library.surge_linear_float32
         self._multiply.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_void_p] * 4
@@ -97,7 +126,7 @@ class CompiledLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         """See ``Linear``."""
         x = x.contiguous()
-        out = torch.empty(len(x), self.out_features)
+        out = (self._buffer or Buffer()).empty(len(x), self.out_features)
         self._multiply(
             *(len(x), self.in_features, self.out_features, torch.get_num_threads()),
             *(x.data_ptr(), self.weight.data_ptr()),
@@ -106,19 +135,26 @@ class CompiledLinear(Linear):
         return out
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None, *, kernels: str = "auto") -> Linear:
+def make_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kernels: str = "auto",
+    buffer: Buffer | None = None,
+) -> Linear:
     """The fastest layer for a weight.
 
     Args:
       weight, bias: see ``Linear``.
       kernels: ``auto``, or ``torch`` for torch's own operations.
+      buffer: where a layer that can may put its results.
     """
     if weight.device.type != "cpu":
         return Linear(weight, bias)
     if kernels == "auto" and weight.dtype == torch.float32:
         library = load_kernels()
         if library is not None:
-            return CompiledLinear(library, weight, bias)
+            return CompiledLinear(library, weight, bias, buffer)
     return PackedLinear(weight, bias) if packing_available() else Linear(weight, bias)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from surge_beam.gpu.models.linear import Linear, make_linear
+from surge_beam.gpu.models.linear import Buffer, Linear, make_linear
 from surge_beam.records import SurgeError
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
@@ -42,10 +42,10 @@ class TensorSource(abc.ABC):
             raise SurgeError(f"the model's weights have no tensor named {name!r}")
         return found
 
-    def linear(self, *names: str, kernels: str = "torch") -> Linear:
+    def linear(self, *names: str, kernels: str = "torch", buffer: Buffer | None = None) -> Linear:
         """Projections of the same input, stacked into one; a missing bias is none or zero.
 
-        ``kernels`` as in ``make_linear``.
+        ``kernels`` and ``buffer`` as in ``make_linear``.
         """
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.find(f"{name}.bias") for name in names]
@@ -63,7 +63,7 @@ class TensorSource(abc.ABC):
                 ]
             )
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return make_linear(weight, stacked, kernels=kernels)
+        return make_linear(weight, stacked, kernels=kernels, buffer=buffer)
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor rounded, in the dtype and on the device."""
