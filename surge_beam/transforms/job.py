@@ -34,22 +34,24 @@ CONFIG = "_surge/config.json"
 LOCK = "_surge/lock"
 BATCH_FILES = ("output.jsonl", "errors.jsonl")
 FORMAT_VERSION = 1
+_M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 
-def hand_memory_back() -> None:
-    """Makes freed memory of this process return to the system rather than wait in pools.
+def share_freed_memory() -> None:
+    """Makes the threads of this process use each other's freed memory, rather than pools of theirs.
 
-    A job's threads allocate in turns, and what each has ever held would add up.
+    A job's threads allocate in turns, and what each has ever held would add up. What is freed goes
+    back to the system from 256 MiB on, not at once: a model's layers would otherwise get every
+    result of some MiB anew from the system, a page fault a page.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     with contextlib.suppress(OSError, AttributeError):
-        # glibc otherwise raises the size from which freed memory leaves at once, up to 32 MiB
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 2 << 20)
-        # an arena a thread would keep what each thread has ever held
+        libc = ctypes.CDLL(None)  # glibc's; others have no such function
         libc.mallopt(_M_ARENA_MAX, 2)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most there is
+        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 def run_name(store: Store, now: float) -> str:

@@ -23,7 +23,7 @@ from surge_beam.transforms.job import (
     exclusive,
     explain,
     finish,
-    hand_memory_back,
+    share_freed_memory,
 )
 from surge_beam.transforms.plan_files import PLAN, FileJob
 from surge_beam.transforms.progress import Progress
@@ -104,7 +104,7 @@ def run_job(
         return None
     store = Store(job.output)
     began = time.time()
-    hand_memory_back()
+    share_freed_memory()
     if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
         # it starts while the pipeline is built
         shared_guard().start()
