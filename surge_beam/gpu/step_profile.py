@@ -3,8 +3,8 @@
 Prints one decode step and one prefill, by part, beside a floor: the same linear layers alone on
 the same number of rows, and the bytes of the KV at the speed at which this machine copies memory.
 Python's own share is what the same step takes on a model of as many layers that are next to
-nothing, but for its linear layers, whose time is the library's. It is less than that, as the other
-operations take their time too.
+nothing, but for its linear layers and its attention kernel, which work on as many rows and keys. It
+is less than that, as the other operations take their time too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from surge_beam.gpu.engine import Engine
+from surge_beam.gpu.kernels.operations import CompiledOperations
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.model_runner import ModelRunner
 from surge_beam.gpu.models.decoder import Decoder
@@ -32,6 +33,7 @@ from surge_beam.records import EngineConfig, Request, SamplingParams
 PARTS = ("linear", "attention", "elementwise", "head", "sampling", "planning")
 _LINEAR = ("qkv", "out", "gate_and_up", "down")
 _ELEMENTWISE = ("add_norm", "gated")
+_KERNEL = "attention kernel"  # a part of a part
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -40,7 +42,7 @@ class _Stopwatch:
     """Adds up the seconds of named calls."""
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys((*PARTS, _KERNEL), 0.0)
         self._waits = device.type == "cuda"
 
     def timed(self, part: str, call: _Call) -> _Call:
@@ -85,13 +87,17 @@ class ProfiledRunner(ModelRunner):
         return self.watch.timed("planning", call)(plans) if self.watch else call(plans)
 
     def profiled(self, call: Callable[[], object]) -> dict[str, float]:
-        """Seconds of each part in a call, and ``other``, what is left."""
+        """Seconds of each part in a call, of the attention kernel in its part where it is compiled,
+        and ``other``, what is left.
+        """
         decoder = self.model.decoder
         watch = _Stopwatch(decoder.device)
         places: list[tuple[Any, str, str]] = [(decoder, "head", "head")]
         places += [(block, name, "linear") for block in decoder.blocks for name in _LINEAR]
         places += [(decoder.operations, name, "elementwise") for name in _ELEMENTWISE]
         places += [(decoder.operations, "mix", "attention")]
+        if isinstance(decoder.operations, CompiledOperations):
+            places += [(decoder.operations, "attend", _KERNEL)]
         kept = [getattr(holder, name) for holder, name, _ in places]
         self.watch, began = watch, time.perf_counter()
         for (holder, name, part), original in zip(places, kept, strict=True):
@@ -103,7 +109,8 @@ class ProfiledRunner(ModelRunner):
             self.watch = None
             for (holder, name, _), original in zip(places, kept, strict=True):
                 setattr(holder, name, original)
-        return {**watch.seconds, "other": whole - sum(watch.seconds.values())}
+        parts = sum(watch.seconds[part] for part in PARTS)
+        return {**watch.seconds, "other": whole - parts}
 
 
 class _Hollow(TensorSource):
@@ -164,12 +171,15 @@ def profile_step(
     batch = timer.batch(rows, context, prompt)
     total = timer.median(lambda: runner.step(batch))
     parts = _parts(timer, batch)
+    del parts[_KERNEL]
     scale = total / sum(parts.values())  # without what the watching takes
     nothing = _parts(hollow, hollow.batch(rows, context, prompt))
+    # the kernel counts twice: itself and in its part
+    not_python = ("linear", "head", _KERNEL, _KERNEL)
     return StepProfile(
         total=1e3 * total,
         parts={name: 1e3 * seconds * scale for name, seconds in parts.items()},
-        python=1e3 * (sum(nothing.values()) - nothing["linear"] - nothing["head"]),
+        python=1e3 * (sum(nothing.values()) - sum(nothing[part] for part in not_python)),
         floor=_floor(runner, batch, timer),
     )
 

@@ -150,6 +150,9 @@ class CompiledOperations(TorchOperations):
       library: what ``load_kernels`` gave.
       dtype: of the tensors, one that ``takes`` knows.
       reuse: whether an operation may write its result over its last one.
+
+    Attributes:
+      attend: the attention kernel.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, reuse: bool = False) -> None:
@@ -162,7 +165,7 @@ class CompiledOperations(TorchOperations):
         self._buffers = {n: Buffer() for n in ("attention", "norm", "gated")} if reuse else {}
         int_, pointer = ctypes.c_int64, ctypes.c_void_p
         rows = (pointer, int_)
-        self._attend = kernel("attend", *[pointer] * 3, *rows, *rows, *rows, pointer)
+        self.attend = kernel("attend", *[pointer] * 3, *rows, *rows, *rows, pointer)
         self._add_norm = kernel("add_norm", *[int_] * 3, ctypes.c_float, *[pointer] * 4)
         self._rotate = kernel("rotate", *[int_] * 5, *[pointer] * 3)
         self._silu_mul = kernel("silu_mul", *[int_] * 3, *[pointer] * 2)
@@ -177,7 +180,7 @@ class CompiledOperations(TorchOperations):
     ) -> Attention:
         """See ``Operations``."""
         return CompiledAttention(
-            *(self._attend, plan, keys),
+            *(self.attend, plan, keys),
             heads=heads,
             scale=scale,
             buffer=self._buffers.get("attention"),

@@ -60,7 +60,7 @@ class Decoder:
     """Pre-norm decoder with rotary positions, grouped queries and a gated MLP.
 
     Linear layers that like some numbers of rows better (``Linear.padded``) get rows of filling
-    inside; callers do not see it.
+    inside; callers do not see it. One call at a time: results of layers lie in ``buffers``.
 
     Attributes:
       layers, heads, kv_heads, head_dim, vocab: sizes.
@@ -124,8 +124,7 @@ class Decoder:
           Logits, float32 [R, vocab].
         """
         tokens, wanted = len(ids), len(rows)
-        ids = F.pad(ids, (0, self.padded(tokens) - tokens))
-        rows = F.pad(rows, (0, self.padded(wanted) - wanted))
+        ids, rows = self._filled(ids), self._filled(rows)
         x = F.embedding(ids, self.words)
         added = None
         cos, sin = self.rope.tables(positions, x.dtype)
@@ -151,6 +150,10 @@ class Decoder:
             added = block.finish(x, mixed)
         x = self.operations.add_norm(x, added, self.norm, self.eps)
         return self.head(x)[:wanted].float()
+
+    def _filled(self, x: Tensor) -> Tensor:
+        filling = self.padded(len(x)) - len(x)
+        return F.pad(x, (0, filling)) if filling else x
 
 
 class _Layer:
