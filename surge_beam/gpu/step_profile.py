@@ -171,15 +171,14 @@ def profile_step(
     batch = timer.batch(rows, context, prompt)
     total = timer.median(lambda: runner.step(batch))
     parts = _parts(timer, batch)
-    del parts[_KERNEL]
+    del parts[_KERNEL]  # it is in its part
     scale = total / sum(parts.values())  # without what the watching takes
     nothing = _parts(hollow, hollow.batch(rows, context, prompt))
-    # the kernel counts twice: itself and in its part
-    not_python = ("linear", "head", _KERNEL, _KERNEL)
+    kernels = nothing.pop(_KERNEL) + nothing["linear"] + nothing["head"]
     return StepProfile(
         total=1e3 * total,
         parts={name: 1e3 * seconds * scale for name, seconds in parts.items()},
-        python=1e3 * (sum(nothing.values()) - sum(nothing[part] for part in not_python)),
+        python=1e3 * (sum(nothing.values()) - kernels),
         floor=_floor(runner, batch, timer),
     )
 

@@ -11,6 +11,7 @@ import os
 import pytest
 import torch
 
+from surge_beam.gpu.kernels.compiled import load_kernels
 from tests.whole import WHOLE
 
 if not torch.cuda.is_available():
@@ -23,3 +24,14 @@ def one_thread(monkeypatch):
         return
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=[None, "AVX2", "DEFAULT"])
+def library(request):
+    """The compiled kernels, of each instruction set that this processor has."""
+    if request.param == "AVX2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this processor has no AVX2")
+    found = load_kernels(request.param)
+    if found is None:
+        pytest.skip("no C++ compiler here")
+    return found

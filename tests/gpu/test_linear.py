@@ -19,16 +19,6 @@ SHAPES = [(1, 1), (16, 8), (17, 9), (5, 64), (40, 3), (960, 576), (49, 1536)]
 ROWS = [1, 2, 3, 5, 6, 7, 12, 31, 64, 96, 97, 200]
 
 
-@pytest.fixture(params=[None, "AVX2", "DEFAULT"])
-def library(request):
-    if request.param == "AVX2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("this processor has no AVX2")
-    found = load_kernels(request.param)
-    if found is None:
-        pytest.skip("no C++ compiler here")
-    return found
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_compiled_layer_equals_float64(library, shape, bias):

@@ -13,16 +13,6 @@ from surge_beam.gpu.kernels.operations import (
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
 
-@pytest.fixture(params=[None, "AVX2", "DEFAULT"])
-def library(request):
-    if request.param == "AVX2" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("this processor has no AVX2")
-    found = load_kernels(request.param)
-    if found is None:
-        pytest.skip("no C++ compiler here")
-    return found
-
-
 def close(got, expected, tolerance):
     """Relative to the largest value."""
     assert got.shape == expected.shape
