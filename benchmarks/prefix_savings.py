@@ -116,7 +116,7 @@ def load_tokenizer(model: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     from surge_beam.gpu.encoder import model_folder
-    from surge_beam.gpu.models.gguf import GgufFile
+    from surge_beam.gpu.gguf_file import GgufFile
 
     path = next(model_folder(model).glob("*.gguf"))
     return PreTrainedTokenizerFast.from_pretrained(

@@ -29,7 +29,7 @@ def folder_of_gguf(path: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from surge_beam.gpu.models.gguf import GgufFile
+    from surge_beam.gpu.gguf_file import GgufFile
 
     file = GgufFile(path)
     cache.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surge_beam.gpu.gguf_file import GgufFile
 from surge_beam.gpu.text_tokenizer import (
     GGUF,
     TextTokenizer,
@@ -105,7 +106,7 @@ def _load_gguf(path: Path, device: Device, name: str, kernels: str) -> LanguageM
     if importlib.util.find_spec("gguf") is None:
         raise SurgeError(f"{path} is a GGUF file, and reading it takes: pip install gguf")
     from surge_beam.gpu.models.decoder import Decoder
-    from surge_beam.gpu.models.gguf import GgufFile, GgufWeights
+    from surge_beam.gpu.models.gguf import GgufWeights
 
     file = GgufFile(path)
     config = file.config()

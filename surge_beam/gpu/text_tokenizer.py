@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +12,14 @@ from typing import Any, Protocol
 
 from surge_beam.gpu.dummy import is_dummy
 from surge_beam.gpu.encoder import model_folder
+from surge_beam.gpu.gguf_file import GgufFile
 from surge_beam.records import EngineConfig, SurgeError
 
 GGUF = ".gguf"
 _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
 _NO_LIMIT = 1 << 31
 _KV_BYTES = 1 << 15
+_LARGEST_SIZE = 1 << 24
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -134,8 +137,6 @@ def load_text_tokenizer(config: EngineConfig) -> PromptTokenizer:
         return DummyTokenizer()
     path = find_model(config.model)
     if path.suffix == GGUF:
-        from surge_beam.gpu.models.gguf import GgufFile
-
         file = GgufFile(path)
         described = file.config()
         tokenizer = gguf_tokenizer(path, adds_bos=file.adds_bos)
@@ -182,23 +183,40 @@ def folder_config(folder: Path) -> Any:
 
 
 def folder_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder. Raises SurgeError if it has none that can be read."""
-    from transformers import AutoTokenizer
-
+    """The tokenizer of a model folder, one a process. Raises SurgeError if none can be read."""
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         raise SurgeError(f"the model folder {folder} has no tokenizer: no {_TOKENIZER_FILES[0]}")
+    return _folder_tokenizer(folder, _versions(folder.iterdir()))
+
+
+def gguf_tokenizer(path: Path, *, adds_bos: bool) -> Any:
+    """The tokenizer inside a GGUF file, one a process. Raises SurgeError if it cannot be read."""
+    if importlib.util.find_spec("gguf") is None:
+        raise SurgeError(f"{path} is a GGUF file, and reading it takes: pip install gguf")
+    return _gguf_tokenizer(path, adds_bos, _versions([path]))
+
+
+def _versions(files: Iterable[Path]) -> tuple[Any, ...]:
+    """What changes when a file does."""
+    found = ((file.name, file.stat()) for file in files if file.is_file())
+    return tuple(sorted((name, said.st_mtime_ns, said.st_size) for name, said in found))
+
+
+# The engine and the step that tokenizes, in one process, take a second each to load one.
+@functools.lru_cache(maxsize=4)
+def _folder_tokenizer(folder: Path, versions: tuple[Any, ...]) -> Any:
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise SurgeError(f"the tokenizer of {folder} cannot be read: {error}") from error
 
 
-def gguf_tokenizer(path: Path, *, adds_bos: bool) -> Any:
-    """The tokenizer inside a GGUF file. Raises SurgeError if it cannot be read."""
+@functools.lru_cache(maxsize=4)
+def _gguf_tokenizer(path: Path, adds_bos: bool, versions: tuple[Any, ...]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    if importlib.util.find_spec("gguf") is None:
-        raise SurgeError(f"{path} is a GGUF file, and reading it takes: pip install gguf")
     try:
         # the class by name, since AutoTokenizer would read the file a second time, slowly
         return PreTrainedTokenizerFast.from_pretrained(
@@ -239,7 +257,10 @@ def context_length(config: Any, *, exact: bool = True) -> int:
 
 
 def kv_bytes_per_token(config: EngineConfig) -> int:
-    """Bytes of keys and values that a token takes in 16-bit numbers, by the model's config.
+    """Bytes of keys and values that a token takes in 16-bit numbers, a guess where the model's
+    files do not say it in the usual words.
+
+    Reads no more than the files' own words, so that a submitter needs no model library.
 
     Raises:
       SurgeError: if the model is not there.
@@ -247,19 +268,20 @@ def kv_bytes_per_token(config: EngineConfig) -> int:
     if is_dummy(config.model):
         return 4
     path = find_model(config.model)
-    if path.suffix == GGUF:
-        from surge_beam.gpu.models.gguf import GgufFile
-
-        described = GgufFile(path).config()
-    else:
-        described = folder_config(path)
-    heads = int(getattr(described, "num_attention_heads", None) or 0)
-    if not heads or not getattr(described, "hidden_size", None):
+    said = GgufFile(path).sizes() if path.suffix == GGUF else read_json(path / "config.json")
+    inner = said.get("text_config")
+    said = inner if isinstance(inner, dict) else said
+    heads: Any = said.get("num_attention_heads")
+    keys: Any = said.get("num_key_value_heads") or heads
+    layers: Any = said.get("num_hidden_layers")
+    size: Any = said.get("head_dim")
+    width = said.get("hidden_size")
+    if not size and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        size = width // heads
+    if not all(isinstance(n, int) and 0 < n < _LARGEST_SIZE for n in (layers, keys, size)):
         # no attention, or one that is described in other words
         return _KV_BYTES
-    keys = int(getattr(described, "num_key_value_heads", None) or heads)
-    size = int(getattr(described, "head_dim", None) or described.hidden_size // heads)
-    return int(described.num_hidden_layers) * 2 * keys * size * 2
+    return int(layers * 2 * keys * size * 2)
 
 
 def read_json(path: Path) -> dict[str, Any]:

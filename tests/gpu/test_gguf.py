@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from surge_beam.gpu.encoder import resolve_model
+from surge_beam.gpu.gguf_file import GgufFile
 from surge_beam.gpu.language_model import load_language_model
-from surge_beam.gpu.models.gguf import GgufFile, GgufWeights
+from surge_beam.gpu.models.gguf import GgufWeights
 from surge_beam.records import EngineConfig, SurgeError
 from tests.gpu.test_decoder import DenseAttention, step
 from tests.gpu.tiny_models import CHAT_TEMPLATE, TEXTS, train_tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,15 @@ from surge_beam.gpu.text_tokenizer import (
     DummyTokenizer,
     TextTokenizer,
     find_model,
+    folder_tokenizer,
     kv_bytes_per_token,
     load_text_tokenizer,
     read_json,
 )
 from surge_beam.records import EngineConfig, SurgeError
+from tests.gpu.tiny_models import train_tokenizer
 
+ROOT = Path(__file__).resolve().parents[2]
 SMOLLM = EngineConfig(model="SmolLM2-135M-Instruct", device="cpu")
 TEXTS = ["", " ", "Hello, world", "naïve 水 \U0001f600", "<|im_start|>user", "a\n\n\nb"]
 
@@ -86,15 +90,52 @@ def test_what_the_model_says(tokenizer: TextTokenizer) -> None:
     assert kv_bytes_per_token(EngineConfig(model="dummy")) > 0
 
 
-def test_no_torch(tokenizer: TextTokenizer) -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
+            3 * 2 * 2 * 8 * 2,
+        ),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": None, "hidden_size": 64},
+            3 * 2 * 64 * 2,
+        ),
+        ({"num_attention_heads": 8, "hidden_size": 64, "head_dim": 32}, 3 * 2 * 8 * 32 * 2),
+        ({"num_attention_heads": 0, "hidden_size": 64}, 1 << 15),
+        ({"num_attention_heads": "8", "hidden_size": 64}, 1 << 15),
+        ({"num_attention_heads": 8, "hidden_size": 1 << 60}, 1 << 15),
+        ({"n_head": 12}, 1 << 15),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_kv_of_a_folder(tmp_path: Path, said: dict, wanted: int, nested: bool) -> None:
+    said = {"num_hidden_layers": 3, **said}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": said} if nested else said))
+    assert kv_bytes_per_token(EngineConfig(model=str(tmp_path))) == wanted
+
+
+def test_a_submitter_needs_no_model_library(tokenizer: TextTokenizer) -> None:
+    code = f"""
 import sys
+from pipelines.generate_corpus import config_of, parser, settings_of
 from surge_beam.gpu.text_tokenizer import load_text_tokenizer
 from surge_beam.records import EngineConfig
 load_text_tokenizer(EngineConfig(model="dummy"))
+words = ["--input=in", "--output=out", "--prompt_column=p", "--model={tokenizer.name}"]
+settings_of(config_of(parser().parse_args(words)))
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_tokenizer_is_loaded_once_until_its_file_changes(tmp_path: Path) -> None:
+    train_tokenizer("llama").save_pretrained(tmp_path)
+    first = folder_tokenizer(tmp_path)
+    assert folder_tokenizer(tmp_path) is first
+    changed = tmp_path / "tokenizer_config.json"
+    changed.write_text(changed.read_text() + "\n")
+    assert folder_tokenizer(tmp_path) is not first
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:

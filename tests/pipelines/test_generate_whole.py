@@ -1,10 +1,12 @@
 """500 real requests through the whole job, against transformers one by one.
 
-Takes an hour, so it runs only with SURGE_WHOLE=1; the suite has smaller samples of each part.
+Takes half an hour, so it runs only with SURGE_WHOLE=1; the suite has smaller samples of each part.
+With vLLM it runs in the environment of ``make test-vllm``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -27,6 +29,7 @@ SETTINGS = {
     "16 ranges, 3 rounds": {"ranges": 16, "rounds": 3, "slice_tokens": 2},
     "two worker processes": {"ranges": 4, "rounds": 3, "slice_tokens": 3, "max_rows": 64},
     "Prism, external workers": {"ranges": 4, "max_rows": 64},
+    "vLLM": {"engine": "vllm", "ranges": 4},
 }
 
 pytestmark = [
@@ -88,6 +91,8 @@ def _oracle(prompts: list[str]) -> list[str]:
 def test_every_completion_is_transformers(
     tmp_path: Path, prompts: list[str], expected: list[str], prism_path: str, name: str
 ) -> None:
+    if name == "vLLM" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("no vLLM in this environment; make test-vllm makes one that has it")
     rows = {"id": list(range(len(prompts))), "k": [i % 7 for i in range(len(prompts))]}
     write_rows(tmp_path / "in" / "a.parquet", {**rows, "prompt": prompts})
     options = {

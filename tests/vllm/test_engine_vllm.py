@@ -22,9 +22,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from surge_beam.gpu.engine import Engine  # noqa: E402
+from surge_beam.gpu.gguf_file import GgufFile  # noqa: E402
 from surge_beam.gpu.language_model import LanguageModel, load_language_model  # noqa: E402
 from surge_beam.gpu.model_runner import ModelRunner  # noqa: E402
-from surge_beam.gpu.models.gguf import GgufFile  # noqa: E402
 from surge_beam.records import EngineConfig, Request, SamplingParams  # noqa: E402
 from tests.gpu import real_prompts  # noqa: E402
 
