@@ -148,7 +148,7 @@ class TorchAttention:
         items_of_row = np.bincount(plan.rows, minlength=len(plan.positions))
         for i in np.flatnonzero(sizes > 1).tolist():
             rows = plan.rows[plan.row_offsets[i] : plan.row_offsets[i + 1]]
-            if items_of_row[rows].max() == 1:
+            if items_of_row[rows].max() == 1 and rows[-1] - rows[0] == len(rows) - 1:
                 self._add_prefill(i, rows)
             else:
                 self._add_shared(i, rows)

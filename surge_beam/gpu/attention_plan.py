@@ -110,10 +110,10 @@ class AttentionPlan:
     from position ``first_key[i]``, in the pages ``pages[page_offsets[i]:page_offsets[i + 1]]``,
     whose first one holds that position. A row at position p sees the item's keys at positions
     k with ``p - window < k <= p``. Every row sees at least one key of each of its items, and over
-    all items every key it may see exactly once. Its result is merged from its items'; the place
-    of a row in ``rows`` numbers that partial result.
+    all items every key it may see exactly once; a row without items has no result. A row's result
+    is merged from its items'; its place in ``rows`` numbers that partial result.
 
-    The last n items are the sequences' own, in their order; the items before them are shared.
+    The last items are the sequences' own, in their order; the items before them are shared.
 
     Attributes:
       page_size: tokens of a page.
@@ -236,6 +236,49 @@ def plan_attention(
         masked=masked,
         kv_tokens_read=int((last_key - first_key).sum()),
         kv_tokens_unshared=int((ends - lowest[row_start[:-1]]).sum()),
+    )
+
+
+def only_rows(plan: AttentionPlan, rows: npt.NDArray[np.integer]) -> AttentionPlan:
+    """The plan of a layer of which only some rows are read: its items have no others, and no keys
+    that these do not see. All new keys and values go to the pool.
+
+    The statistics stay those of the whole plan.
+
+    Args:
+      rows: the rows that are read, of the T packed tokens.
+    """
+    read = np.zeros(len(plan.positions), bool)
+    read[rows] = True
+    kept = read[plan.rows]
+    if kept.all():
+        return plan
+    sizes = np.diff(offsets(kept)[plan.row_offsets])
+    items = np.flatnonzero(sizes)
+    left, row_offsets = plan.rows[kept], offsets(sizes[items])
+    first, last = plan.first_key[items], plan.first_key[items] + plan.keys[items]
+    first_key, masked = first, np.zeros(len(items), bool)
+    if len(items):
+        at = plan.positions[left]
+        lowest = np.minimum.reduceat(at, row_offsets[:-1])
+        highest = np.maximum.reduceat(at, row_offsets[:-1])
+        last = np.minimum(last, highest + 1)
+        masked = lowest + 1 < last
+        if plan.window is not None:
+            first_key = np.maximum(first, lowest - plan.window + 1)
+            masked |= highest - plan.window + 1 > first_key
+    first_page = first_key // plan.page_size
+    page_counts = -(-last // plan.page_size) - first_page
+    base = plan.page_offsets[items] - first // plan.page_size
+    return dataclasses.replace(
+        plan,
+        first_key=first_key,
+        keys=last - first_key,
+        pages=plan.pages[ranges(base + first_page, page_counts)],
+        page_offsets=offsets(page_counts),
+        rows=left,
+        row_offsets=row_offsets,
+        masked=masked,
     )
 
 

@@ -13,14 +13,14 @@ import pyarrow as pa
 from surge_beam.gpu.worker import EncodeWorker
 from surge_beam.policy.costs import CostModel, fit
 
-CALLS = (1, 2, 3, 5, 8)
+CALLS = (1, 2, 5)
 SECONDS = 0.02
 MAX_ROWS = 4096
 REPEATS = 3
 
 
 def calibrate(worker: EncodeWorker, texts: Sequence[str], *, rows: int = 32) -> CostModel:
-    """Encodes some texts in 1, 2, 3, 5 and 8 calls and fits T = C * tau + N * c.
+    """Encodes some texts in 1, 2 and 5 calls and fits T = C * tau + N * c.
 
     Each measurement takes texts of its own as far as they last, and N is weighed by tokens, since
     texts differ in length. Nothing is deduplicated or cached while measuring: a repeated text that

@@ -11,7 +11,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from surge_beam.gpu.attention_plan import AttentionPlan, plan_attention, share_groups
+from surge_beam.gpu.attention_plan import (
+    AttentionPlan,
+    only_rows,
+    plan_attention,
+    share_groups,
+)
 from surge_beam.gpu.device_errors import free_device_memory, is_out_of_memory
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.models.decoder import LayerKV
@@ -98,18 +103,21 @@ class ModelRunner:
             plans[window] = plan
         return plans
 
-    def layers(self, plans: dict[int | None, AttentionPlan]) -> list[LayerKV]:
-        """What the decoder takes for a step of these plans."""
+    def layers(self, plans: dict[int | None, AttentionPlan], rows: np.ndarray) -> list[LayerKV]:
+        """What the decoder takes for a step of these plans that wants the logits of some rows."""
         decoder = self.model.decoder
+        used = [plans[window] for window in decoder.windows]
+        # what other rows attend to in the last layer nobody reads
+        used[-1] = only_rows(used[-1], rows)
         attentions = {
-            window: decoder.operations.attention(
+            key: decoder.operations.attention(
                 plan, self.pool[0, 0], heads=decoder.heads, scale=decoder.scale
             )
-            for window, plan in plans.items()
+            for key, plan in {id(plan): plan for plan in used}.items()
         }
         return [
-            (attentions[window], keys, values)
-            for window, (keys, values) in zip(decoder.windows, self._layers, strict=True)
+            (attentions[id(plan)], keys, values)
+            for plan, (keys, values) in zip(used, self._layers, strict=True)
         ]
 
     def _forward(self, batch: StepBatch) -> Tensor:
@@ -122,7 +130,7 @@ class ModelRunner:
         return decoder(
             to_device(batch.ids, decoder.device),
             to_device(positions, decoder.device),
-            self.layers(plans),
+            self.layers(plans, batch.rows),
             to_device(batch.rows, decoder.device),
         )
 

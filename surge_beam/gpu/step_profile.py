@@ -82,9 +82,9 @@ class ProfiledRunner(ModelRunner):
         call = super().plan
         return self.watch.timed("planning", call)(batch) if self.watch else call(batch)
 
-    def layers(self, plans: Any) -> Any:
+    def layers(self, plans: Any, rows: Any) -> Any:
         call = super().layers
-        return self.watch.timed("planning", call)(plans) if self.watch else call(plans)
+        return self.watch.timed("planning", call)(plans, rows) if self.watch else call(plans, rows)
 
     def profiled(self, call: Callable[[], object]) -> dict[str, float]:
         """Seconds of each part in a call, of the attention kernel in its part where it is compiled,

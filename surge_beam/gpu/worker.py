@@ -22,6 +22,7 @@ from surge_beam.records import EncoderConfig, SurgeError
 
 DEFAULT_CACHE_BYTES = 64 << 20
 _PADDED_TOKENS = {"cpu": 2048, "cuda": 16384}
+_BLOCK = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,9 @@ class EncodeWorker:
             run.encode(todo)
             if self._cache is not None and prepared.keys is not None:
                 fresh = [row for row in todo.tolist() if row not in run.failures]
-                self._cache.insert([prepared.keys[row] for row in fresh], matrix[first[fresh]])
+                for at in range(0, len(fresh), _BLOCK):  # what is inserted is copied
+                    rows = fresh[at : at + _BLOCK]
+                    self._cache.insert([prepared.keys[row] for row in rows], matrix[first[rows]])
             failures = self._copy_duplicates(prepared, matrix, first, run.failures)
             stats = EncodeStats(
                 rows=prepared.rows,

@@ -82,7 +82,10 @@ class EmbedConfig(FileJob):
         if wanted is None:
             wanted = FLOOR_ROWS if model is None else model.min_rows(floor=FLOOR_ROWS)
         return Limits(
-            min_rows=min(wanted, self.max_rows), max_rows=self.max_rows, max_bytes=self.max_bytes
+            min_rows=min(wanted, self.max_rows),
+            max_rows=self.max_rows,
+            max_bytes=self.max_bytes,
+            ramp=self.min_rows is None,
         )
 
 

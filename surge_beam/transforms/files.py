@@ -300,6 +300,9 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             self.rename(temporary, name)
+        except OSError as error:
+            error.filename = error.filename or self.path(name)
+            raise
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)

@@ -43,7 +43,7 @@ def share_freed_memory() -> None:
     """Makes the threads of this process use each other's freed memory, rather than pools of theirs.
 
     A job's threads allocate in turns, and what each has ever held would add up. What is freed goes
-    back to the system from 256 MiB on, not at once: a model's layers would otherwise get every
+    back to the system from 64 MiB on, not at once: a model's layers would otherwise get every
     result of some MiB anew from the system, a page fault a page.
     """
     pa.set_memory_pool(pa.system_memory_pool())
@@ -51,7 +51,7 @@ def share_freed_memory() -> None:
         libc = ctypes.CDLL(None)  # glibc's; others have no such function
         libc.mallopt(_M_ARENA_MAX, 2)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most there is
-        libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def run_name(store: Store, now: float) -> str:

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from surge_beam.transforms.partitions import METADATA_KEY
 ROW_LETTERS = "_surge/dead_letters/rows"
 PENDING = "_surge/pending"
 WRITERS = 4
+ROW_GROUP_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +52,39 @@ def vectors_to_arrow(matrix: np.ndarray) -> pa.FixedSizeListArray:
     return pa.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
 
 
-def parquet_bytes(table: pa.Table, vector_columns: Collection[str] = ()) -> pa.Buffer:
-    """A table as a Parquet file in memory; vectors are neither compressed nor dictionary-coded."""
+def write_parquet(table: pa.Table, sink: Any, vector_columns: Collection[str] = ()) -> None:
+    """Writes a table as a Parquet file; vectors are neither compressed nor dictionary-coded."""
     plain = [n for n in table.column_names if n not in vector_columns]
-    sink = pa.BufferOutputStream()
+    # Arrow makes levels of a whole row group at once, which for vectors take as much as themselves.
+    groups = max(1, table.nbytes // ROW_GROUP_BYTES)
     pq.write_table(
         table,
         sink,
+        row_group_size=max(1, -(-table.num_rows // groups)),
         compression={n: "NONE" if n in vector_columns else "ZSTD" for n in table.column_names},
         use_dictionary=plain,
         write_statistics=plain,
     )
-    return sink.getvalue()
+
+
+class _Digesting:
+    """A file that is written through, counted and digested."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.size, self.digest = file, 0, xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.size += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 @dataclasses.dataclass
@@ -153,14 +175,19 @@ class Committer:
         return line
 
     def _put(self, name: str, table: pa.Table, rows: int) -> dict[str, Any]:
-        data = parquet_bytes(table, [self.config.vector_column])
-        self.store.put(name, data)
-        return {
-            "path": name,
-            "rows": rows,
-            "bytes": data.size,
-            "checksum": xxhash.xxh3_64_hexdigest(data),
-        }
+        vectors = [self.config.vector_column]
+        if self.store.local and table.nbytes > ROW_GROUP_BYTES:
+            with self.store.writing(name) as file:
+                sink = _Digesting(file)
+                write_parquet(table, sink, vectors)
+            size, checksum = sink.size, sink.digest.hexdigest()
+        else:
+            stream = pa.BufferOutputStream()
+            write_parquet(table, stream, vectors)
+            data = stream.getvalue()
+            self.store.put(name, data)
+            size, checksum = data.size, xxhash.xxh3_64_hexdigest(data)
+        return {"path": name, "rows": rows, "bytes": size, "checksum": checksum}
 
     def _letters(self, encoded: OutputSegment) -> None:
         if encoded.letters:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from surge_beam.gpu.attention import TorchAttention
-from surge_beam.gpu.attention_plan import plan_attention, share_groups
+from surge_beam.gpu.attention_plan import only_rows, plan_attention, share_groups
 
 # Largest error, relative to the largest value.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -48,11 +48,14 @@ class Step:
         *,
         attention=TorchAttention,
         times=1,
+        rows=None,
         **how,
     ) -> torch.Tensor:
-        """The result of a backend, which is built as ``TorchAttention`` is, on the plan of ``how``;
-        the pool is left as it was."""
+        """The result of a backend, which is built as ``TorchAttention`` is, on the plan of ``how``,
+        where only ``rows`` are read if they are given; the pool is left as it was."""
         plan = self.plan(**how)
+        if rows is not None:
+            plan = only_rows(plan, rows)
         run = attention(plan, self.keys, heads=self.query.shape[1], scale=self.scale)
         for _ in range(times):
             out = run.run(self.keys.clone(), self.values.clone(), self.query, self.key, self.value)
@@ -132,6 +135,17 @@ def make_step(
         normal(total, kv_heads, dim),
         dim**-0.5,
     )
+
+
+def check_only_rows(step: Step, attention=TorchAttention, **how) -> None:
+    """The last rows of every second sequence, then of none, then some in the middle too."""
+    ends = np.cumsum(step.counts)
+    expected = step.reference(how.get("window"))
+    middle = np.arange(0, ends[-1], 3)
+    for rows in (ends[::2] - 1, ends[:0], np.unique(np.concatenate([ends - 1, middle]))):
+        out = step.run(attention=attention, rows=rows, **how)[rows].double()
+        limit = TOLERANCE[step.query.dtype] * expected.abs().max()
+        assert len(rows) == 0 or (out - expected[rows]).abs().max() < limit
 
 
 def check(step: Step, out: torch.Tensor, window=None, tolerance=None) -> None:

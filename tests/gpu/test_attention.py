@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from surge_beam.gpu import attention
 from surge_beam.gpu.attention import TorchAttention, merge_parts
 from surge_beam.gpu.attention_plan import plan_attention, share_groups
-from tests.gpu.attention_steps import CASES, TOLERANCE, check, make_step, trees
+from tests.gpu.attention_steps import CASES, TOLERANCE, check, check_only_rows, make_step, trees
 
 without_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, without_cuda])]
@@ -24,6 +24,13 @@ def test_cases_against_float64(case, window, device):
     step = make_step(CASES[case], device=device)
     check(step, step.run(window=window), window)
     check(step, step.run(window=window, share=False), window)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_rows_that_are_read(case, window, device):
+    check_only_rows(make_step(CASES[case], device=device), window=window)
 
 
 @pytest.mark.parametrize("device", DEVICES)

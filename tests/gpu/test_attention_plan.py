@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surge_beam.gpu.attention_plan import AttentionPlan, plan_attention, share_groups
+from surge_beam.gpu.attention_plan import AttentionPlan, only_rows, plan_attention, share_groups
 
 
 @st.composite
@@ -83,6 +83,28 @@ def test_every_visible_pair_is_covered_once(step, window, node_cost, merge_cost)
     assert plan.kv_tokens_unshared == sum(spans)
     # A node of its own pays by the stated rule, so it never reads more than without sharing.
     assert plan.kv_tokens_read <= plan.kv_tokens_unshared
+
+
+@given(steps(), st.sampled_from([None, 1, 3, 8]), st.data())
+def test_only_some_rows_are_covered(step, window, data):
+    tables, context, counts, page_size = step
+    groups = share_groups(tables, context, page_size)
+    plan = plan_attention(
+        tables, context, counts, page_size, window=window, groups=groups, node_cost=0, merge_cost=0
+    )
+    tokens = sum(counts)
+    rows = np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1)))), np.int64)
+    read = only_rows(plan, rows)
+    kept = set(rows.tolist())
+    assert sorted(covered(read)) == sorted(pair for pair in covered(plan) if pair[0] in kept)
+    assert np.array_equal(read.slots, plan.slots)
+    # no key is read for nobody
+    for i in range(len(read.keys)):
+        at = read.positions[read.rows[read.row_offsets[i] : read.row_offsets[i + 1]]]
+        assert at.max() >= read.first_key[i] + read.keys[i] - 1
+        assert window is None or at.min() - window + 1 <= read.first_key[i]
+        spanned = read.first_key[i] % page_size + read.keys[i]
+        assert read.page_offsets[i + 1] - read.page_offsets[i] == -(-spanned // page_size)
 
 
 @given(steps())

@@ -13,7 +13,7 @@ from surge_beam.gpu import cpu_attention, work_units
 from surge_beam.gpu.attention_plan import plan_attention
 from surge_beam.gpu.kernels.compiled import load_kernels
 from surge_beam.gpu.kernels.operations import CompiledOperations
-from tests.gpu.attention_steps import CASES, TOLERANCE, check, make_step, trees
+from tests.gpu.attention_steps import CASES, TOLERANCE, check, check_only_rows, make_step, trees
 
 # What this processor has, and what every one has.
 CAPABILITIES = sorted({torch.backends.cpu.get_cpu_capability(), "AVX2", "DEFAULT"})
@@ -48,6 +48,12 @@ def test_cases_against_float64(case, window, compiled):
     step = make_step(CASES[case])
     check(step, step.run(attention=compiled, window=window), window)
     check(step, step.run(attention=compiled, window=window, share=False), window)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_rows_that_are_read(case):
+    for window in (None, 16):
+        check_only_rows(make_step(CASES[case]), backend(), window=window)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])

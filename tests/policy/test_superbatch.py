@@ -35,7 +35,8 @@ def naive(rows: list[int], nbytes: list[int], limits: Limits) -> list[list[tuple
             done += [[(p, a, b - a)] for a, b in pairwise(edges.tolist())]
             continue
         now.append((p, 0, n))
-        if sum(x[2] for x in now) >= limits.min_rows:
+        share = (8, 4, 2)[len(done)] if limits.ramp and len(done) < 3 else 1
+        if sum(x[2] for x in now) >= max(1, limits.min_rows // share):
             done.append(now)
             now = []
     return [*done, now] if now else done
@@ -70,6 +71,12 @@ def test_bytes_close_and_split() -> None:
     assert [[p.rows for p in b] for b in cut([0, 2], [5000, 1])] == [[0], [2]]
 
 
+def test_the_first_ones_are_smaller_where_asked() -> None:
+    found = cut([1] * 100, min_rows=16, ramp=True)
+    assert [len(batch) for batch in found] == [2, 4, 8, 16, 16, 16, 16, 16, 6]
+    assert [len(batch) for batch in cut([1] * 5, min_rows=1, ramp=True)] == [1] * 5
+
+
 sizes = st.one_of(
     st.sampled_from([0, 1, MIN - 1, MIN, MIN + 1, MAX - 1, MAX, MAX + 1, 3 * MAX]),
     st.integers(0, 4 * MAX),
@@ -82,12 +89,13 @@ weights = st.one_of(st.sampled_from([0, 1, BYTES, BYTES + 1]), st.integers(0, 5 
     st.integers(1, 40),
     st.integers(0, 40),
     st.integers(1, 2000),
+    st.booleans(),
 )
 def test_every_row_once_within_bounds(
-    partitions: list[tuple[int, int]], least: int, more: int, most_bytes: int
+    partitions: list[tuple[int, int]], least: int, more: int, most_bytes: int, ramp: bool
 ) -> None:
     rows, nbytes = [p[0] for p in partitions], [p[1] for p in partitions]
-    limits = Limits(min_rows=least, max_rows=least + more, max_bytes=most_bytes)
+    limits = Limits(min_rows=least, max_rows=least + more, max_bytes=most_bytes, ramp=ramp)
     batches = cut_superbatches(np.array(rows, np.int64), np.array(nbytes, np.int64), limits)
     pieces = [piece for batch in batches for piece in batch]
     at = dict.fromkeys(range(len(rows)), 0)

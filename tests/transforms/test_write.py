@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from surge_beam.records import DeadLetter, Segment, SurgeError
-from surge_beam.transforms import manifest
+from surge_beam.transforms import manifest, write
 from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.write import (
     PENDING,
@@ -103,6 +103,26 @@ def test_a_partition(store: Store, vector_type: str) -> None:
             "checksum": xxhash.xxh3_64_hexdigest(data),
         }
     ]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_large_partition_is_written_a_row_group_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """On an object store it is held whole, and put at once."""
+    monkeypatch.setattr(write, "ROW_GROUP_BYTES", 1000)
+    store = Store("memory://large") if elsewhere else store
+    commit(store, encoded(500))
+    data = store.get(f"{FOLDER}/part-00000.parquet")
+    file = pq.ParquetFile(pa.BufferReader(data))
+    assert file.num_row_groups > 4
+    assert file.read()["embedding"].to_pylist()[499] == [1996, 1997, 1998, 1999]
+    assert file.metadata.num_rows == 500
+    [(_, [line])] = manifest.entries(store)
+    [found] = line["files"]
+    assert (found["bytes"], found["checksum"]) == (len(data), xxhash.xxh3_64_hexdigest(data))
+    assert not store.names(store.TEMPORARY)
+    store.remove_tree("")
 
 
 def test_columns_in_the_order_asked_for(store: Store) -> None:

@@ -12,7 +12,7 @@ from surge_beam.gpu import work_units
 from surge_beam.gpu.attention_plan import plan_attention
 from surge_beam.gpu.triton_attention import Room, TritonAttention
 from surge_beam.records import SurgeError
-from tests.gpu.attention_steps import CASES, TOLERANCE, Step, check, make_step
+from tests.gpu.attention_steps import CASES, TOLERANCE, Step, check, check_only_rows, make_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The sequences of a few cases once more, for what is tried many times.
@@ -48,6 +48,11 @@ def short_splits(monkeypatch):
 def test_cases_against_float64(case, window):
     step = small_step(CASES[case])
     check(step, run(step, window=window), window)
+
+
+@pytest.mark.parametrize("case", ["nested levels", "prefill in chunks"])
+def test_only_the_rows_that_are_read(case):
+    check_only_rows(small_step(CASES[case]), TritonAttention, window=16)
 
 
 @pytest.mark.parametrize("window", [None, 40])
