@@ -1,7 +1,9 @@
-"""One step of the decode engine on a CPU, with this package's kernels, with oneDNN's matrix
-products instead of its own, and with torch alone: ``python benchmarks/decode_step.py --help``.
+"""One step of the decode engine on a CPU: ``python benchmarks/decode_step.py --help``.
 
-All three models lie in one process and take turns, so that a busy machine slows them alike; ratios
+By this package's kernels, by the same with weights that are numbers of bfloat16, with oneDNN's
+matrix products instead of its own, and with torch alone.
+
+All models lie in one process and take turns, so that a busy machine slows them alike; ratios
 are taken within a turn, then their median.
 """
 
@@ -23,18 +25,20 @@ from surge_beam.gpu.step_times import StepTimer
 from surge_beam.records import EngineConfig
 
 PAGE = 16
-COMPILED, ONEDNN, TORCH = "compiled kernels", "with oneDNN's products", "torch alone"
+COMPILED, NARROW = "compiled kernels", "of bfloat16"
+ONEDNN, TORCH = "with oneDNN's products", "torch alone"
 # rows that decode, tokens before each, prompt tokens
 STEPS = ((1, 256, 0), (8, 256, 0), (32, 256, 0), (64, 256, 0), (0, 0, 128), (0, 0, 512))
 
 
 def timers(model: str) -> dict[str, StepTimer]:
-    def load(kernels: str) -> Any:
+    def load(kernels: str, dtype: str = "float32") -> Any:
         return load_language_model(
-            EngineConfig(model=model, dtype="float32", device="cpu", kernels=kernels)
+            EngineConfig(model=model, dtype=dtype, device="cpu", kernels=kernels)
         )
 
-    models = {COMPILED: load("auto"), ONEDNN: load("torch"), TORCH: load("torch")}
+    models = {COMPILED: load("auto"), NARROW: load("auto", "bfloat16")}
+    models |= {ONEDNN: load("torch"), TORCH: load("torch")}
     models[ONEDNN].decoder.operations = models[COMPILED].decoder.operations
     pages = 2 + max(
         rows * -(-(before + 1) // PAGE) + -(-new // PAGE) for rows, before, new in STEPS
@@ -68,16 +72,19 @@ def render(results: dict[str, Any]) -> str:
     for entry in results["steps"]:
         (rows, before, new), turns = entry["step"], entry["turns"]
         row = [f"{rows} rows after {before} tokens" if rows else f"a prompt of {new} tokens"]
-        row += [show(1e3 * median([t[name] for t in turns])) for name in (COMPILED, ONEDNN, TORCH)]
-        for name in (ONEDNN, TORCH):
+        every = (COMPILED, NARROW, ONEDNN, TORCH)
+        row += [show(1e3 * median([t[name] for t in turns])) for name in every]
+        for name in every[1:]:
             ratios = [t[name] / t[COMPILED] for t in turns]
             row.append(f"{show(median(ratios))} ({spread(ratios)})")
         body.append(row)
     head = [
         "step",
         f"{COMPILED}, ms",
+        f"{NARROW}, ms",
         f"{ONEDNN}, ms",
         f"{TORCH}, ms",
+        "ratio to bfloat16's",
         "ratio to oneDNN's",
         "ratio to torch",
     ]

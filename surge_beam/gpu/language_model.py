@@ -56,7 +56,8 @@ def load_language_model(config: EngineConfig) -> LanguageModel:
     ``config.model`` is a folder with ``config.json`` and safetensors, a GGUF file, a folder with
     one, a bundled name or a name on the Hugging Face hub. Asked for bfloat16 or float16 on a CPU
     without 16-bit matrix units, the weights are rounded to that format and the arithmetic is
-    float32. No code of the model's own runs.
+    float32; numbers of bfloat16 stay in 16 bits (``CompiledLinear``). No code of the model's own
+    runs.
 
     Raises:
       SurgeError: if the model, its tokenizer or the device is not there, a file of it is broken,

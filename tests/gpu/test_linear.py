@@ -50,6 +50,17 @@ def test_a_row_of_the_compiled_layer_depends_on_no_other(library):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_of_bfloat16_are_kept_as_such_and_change_nothing(library, shape):
+    weight, added = torch.randn(shape).bfloat16().float(), torch.randn(shape[0])
+    layer, wide = (CompiledLinear(library, w, added) for w in (weight, weight * (1 + 2.0**-12)))
+    assert (layer.weight.dtype, wide.weight.dtype) == (torch.bfloat16, torch.float32)
+    wide.weight.copy_(layer.weight)
+    for rows in ROWS:
+        x = torch.randn(rows, shape[1])
+        assert torch.equal(layer(x), wide(x))
+
+
 def test_rows_that_do_not_lie_side_by_side(library):
     layer = CompiledLinear(library, torch.randn(20, 30))
     wide = torch.randn(9, 70)

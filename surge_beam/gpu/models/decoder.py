@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surge_beam.gpu.kernels.operations import Attention, operations_for
-from surge_beam.gpu.models.linear import ACTIVATIONS, Buffer, Linear, make_linear
+from surge_beam.gpu.models.linear import ACTIVATIONS, Buffer, Linear, make_linear, narrowed
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config
 from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.records import SurgeError
@@ -108,6 +108,8 @@ class Decoder:
             kernels=kernels,
         )
         self.padded = self.head.padded
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            self.words = narrowed(self.words)
 
     def __call__(
         self, ids: Tensor, positions: Tensor, layers: Sequence[LayerKV], rows: Tensor
@@ -125,7 +127,7 @@ class Decoder:
         """
         tokens, wanted = len(ids), len(rows)
         ids, rows = self._filled(ids), self._filled(rows)
-        x = F.embedding(ids, self.words)
+        x = F.embedding(ids, self.words).to(self.dtype)
         added = None
         cos, sin = self.rope.tables(positions, x.dtype)
         for number, (block, (attention, keys, values)) in enumerate(
