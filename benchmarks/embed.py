@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         "--slowest_rows", type=number, default=60, help="the same for bfloat16 in software"
     )
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--methods", help="parts of names, ';' between; default all")
+    p.add_argument("--methods", help="names or parts of names, ';' between; default all")
     p.add_argument("--model", default=MODEL, help="a sentence-transformers name or folder")
     p.add_argument("--quick", action="store_true", help="a first look, in 3 to 4 minutes")
     p.add_argument("--json", help="file for the raw figures")
@@ -304,8 +304,12 @@ def main(argv: list[str] | None = None) -> int:
         # the int8 file is of that model alone
         del chosen[INT8]
     if args.methods:
-        wanted = args.methods.split(";")
-        chosen = {n: m for n, m in chosen.items() if any(w.strip() in n for w in wanted)}
+        wanted = [part.strip() for part in args.methods.split(";")]
+        chosen = {
+            name: method
+            for name, method in chosen.items()
+            if any(part == name if part in chosen else part in name for part in wanted)
+        }
     if args.list or not chosen:
         print("\n".join(chosen or methods(about["bf16"])))
         return 0 if chosen else 2
