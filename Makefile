@@ -28,6 +28,9 @@ help:
 
 venv: $(STAMP)
 
+# The installation leaves compiling to the first import, whose result must be kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 # what pip check says of packages that only carry weights, and of success

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from surge_beam.gpu.refusals import unsupported_error
 from surge_beam.records import SurgeError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -72,21 +73,12 @@ class GgufFile:
         spelled = self.metadata.get("tokenizer.ggml.model") == "llama"
         return bool(self.metadata.get("tokenizer.ggml.add_bos_token", spelled))
 
-    def sizes(self) -> dict[str, Any]:
-        """What the metadata say of the model, unchecked, under the names of a ``config.json``."""
-        head = f"{self.architecture}."
-        names = _CONFIG | {_HEAD_SIZES[0]: "head_dim"}
-        said = {name: self.metadata.get(head + key) for key, name in names.items()}
-        return {name: value for name, value in said.items() if value is not None}
-
-    def config(self) -> Any:
-        """The transformers config that the metadata describe.
+    def settings(self) -> dict[str, Any]:
+        """What the metadata say of the model, under the names of a ``config.json``.
 
         Raises:
           SurgeError: if the family, a key or a tensor is one that is not computed here.
         """
-        from transformers import AutoConfig
-
         if self.architecture not in ARCHITECTURES:
             why = f"of GGUF files the families are {', '.join(ARCHITECTURES)}"
             raise self._unsupported(why)
@@ -110,8 +102,19 @@ class GgufFile:
         for name in ("bos", "eos"):
             fields[f"{name}_token_id"] = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         fields["tie_word_embeddings"] = "output.weight" not in self.tensors
+        return fields
+
+    def config(self) -> Any:
+        """The transformers config that ``settings`` make.
+
+        Raises:
+          SurgeError: as ``settings``, or if they make none.
+        """
+        from transformers import AutoConfig
+
+        settings = self.settings()
         try:
-            return AutoConfig.for_model(self.architecture, **fields)
+            return AutoConfig.for_model(self.architecture, **settings)
         except Exception as error:
             raise self.broken(f"its settings make no model: {error}") from error
 
@@ -139,8 +142,6 @@ class GgufFile:
         return out.reshape(shape)
 
     def _unsupported(self, why: str) -> SurgeError:
-        from surge_beam.gpu.models.decoder import unsupported_error
-
         return unsupported_error(str(self.path), self.architecture, why)
 
     def _read_header(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surge_beam.gpu.gguf_file import GgufFile
+from surge_beam.gpu.refusals import unsupported_error
 from surge_beam.gpu.text_tokenizer import (
     GGUF,
     TextTokenizer,
@@ -78,7 +79,6 @@ def _load_folder(folder: Path, device: Device, name: str, kernels: str) -> Langu
         MODEL_TYPES,
         PREFIXES,
         Decoder,
-        unsupported_error,
     )
     from surge_beam.gpu.models.weights import Weights
 
@@ -141,7 +141,7 @@ def _assemble(
 
 
 def _refuse(name: str, config: Any) -> None:
-    from surge_beam.gpu.models.decoder import MODEL_TYPES, unsupported, unsupported_error
+    from surge_beam.gpu.models.decoder import MODEL_TYPES, unsupported
 
     for field in _SIZES if config.model_type in MODEL_TYPES else ():
         size = getattr(config, field, None)

@@ -263,12 +263,12 @@ def kv_bytes_per_token(config: EngineConfig) -> int:
     Reads no more than the files' own words, so that a submitter needs no model library.
 
     Raises:
-      SurgeError: if the model is not there.
+      SurgeError: if the model is not there, or is a GGUF file that is not computed here.
     """
     if is_dummy(config.model):
         return 4
     path = find_model(config.model)
-    said = GgufFile(path).sizes() if path.suffix == GGUF else read_json(path / "config.json")
+    said = GgufFile(path).settings() if path.suffix == GGUF else read_json(path / "config.json")
     inner = said.get("text_config")
     said = inner if isinstance(inner, dict) else said
     heads: Any = said.get("num_attention_heads")

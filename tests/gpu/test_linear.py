@@ -81,7 +81,7 @@ def test_the_layer_that_is_chosen():
     packed = PackedLinear if packing_available() else Linear
     assert type(make_linear(weight, kernels="torch")) is packed
     compiled = packed if load_kernels() is None else CompiledLinear
-    assert type(make_linear(weight)) is compiled
+    assert type(make_linear(weight, kernels="auto")) is compiled
 
 
 @pytest.mark.parametrize("kind", [Linear, PackedLinear])

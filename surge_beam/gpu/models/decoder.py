@@ -48,14 +48,6 @@ def unsupported(config: Any) -> str:
     return ""
 
 
-def unsupported_error(name: str, family: Any, why: str) -> SurgeError:
-    """The error that refuses a model."""
-    return SurgeError(
-        f"the decode engine does not compute {name}, of the family {family!r}: {why}; "
-        "--engine vllm (the vLLM engine) runs it"
-    )
-
-
 class Decoder:
     """Pre-norm decoder with rotary positions, grouped queries and a gated MLP.
 

@@ -148,7 +148,7 @@ def make_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    kernels: str = "auto",
+    kernels: str,
     buffer: Buffer | None = None,
 ) -> Linear:
     """The fastest layer for a weight.
