@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from surge_beam.gpu.encoder import files_identity
+from surge_beam.gpu.gguf_file import GgufFile
 from surge_beam.gpu.text_tokenizer import gguf_tokenizer
 from surge_beam.gpu.user_cache import cache_folder
 from surge_beam.records import SurgeError
@@ -28,8 +29,6 @@ def folder_of_gguf(path: Path) -> Path:
         return folder
     import torch
     from transformers import AutoModelForCausalLM
-
-    from surge_beam.gpu.gguf_file import GgufFile
 
     file = GgufFile(path)
     cache.mkdir(parents=True, exist_ok=True)

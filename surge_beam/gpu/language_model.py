@@ -11,6 +11,7 @@ from surge_beam.gpu.gguf_file import GgufFile
 from surge_beam.gpu.refusals import unsupported_error
 from surge_beam.gpu.text_tokenizer import (
     GGUF,
+    LARGEST_SIZE,
     TextTokenizer,
     check_fast,
     context_length,
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from surge_beam.gpu.device import Device
     from surge_beam.gpu.models.decoder import Decoder
 
-# Of a configuration that somebody else wrote; no model is near the largest.
-_LARGEST_SIZE = 1 << 24
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -75,11 +74,7 @@ def load_language_model(config: EngineConfig) -> LanguageModel:
 
 
 def _load_folder(folder: Path, device: Device, name: str, kernels: str) -> LanguageModel:
-    from surge_beam.gpu.models.decoder import (
-        MODEL_TYPES,
-        PREFIXES,
-        Decoder,
-    )
+    from surge_beam.gpu.models.decoder import MODEL_TYPES, PREFIXES, Decoder
     from surge_beam.gpu.models.weights import Weights
 
     family = read_json(folder / "config.json").get("model_type")
@@ -147,10 +142,10 @@ def _refuse(name: str, config: Any) -> None:
         size = getattr(config, field, None)
         if field == "head_dim" and size is None:
             continue
-        if not isinstance(size, int) or not 0 < size <= _LARGEST_SIZE:
+        if not isinstance(size, int) or not 0 < size <= LARGEST_SIZE:
             raise SurgeError(
                 f"{name}: {field} in its configuration must be an integer from 1 to "
-                f"{_LARGEST_SIZE}, not {size!r}"
+                f"{LARGEST_SIZE}, not {size!r}"
             )
     why = unsupported(config)
     if why:

@@ -19,7 +19,8 @@ GGUF = ".gguf"
 _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
 _NO_LIMIT = 1 << 31
 _KV_BYTES = 1 << 15
-_LARGEST_SIZE = 1 << 24
+# Of a configuration that somebody else wrote; no model is near the largest.
+LARGEST_SIZE = 1 << 24
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -278,7 +279,7 @@ def kv_bytes_per_token(config: EngineConfig) -> int:
     width = said.get("hidden_size")
     if not size and isinstance(width, int) and isinstance(heads, int) and heads > 0:
         size = width // heads
-    if not all(isinstance(n, int) and 0 < n < _LARGEST_SIZE for n in (layers, keys, size)):
+    if not all(isinstance(n, int) and 0 < n < LARGEST_SIZE for n in (layers, keys, size)):
         # no attention, or one that is described in other words
         return _KV_BYTES
     return int(layers * 2 * keys * size * 2)

@@ -273,18 +273,8 @@ class Store:
         if not self.local:
             self.fs.pipe_file(self.path(name), bytes(data))
             return
-        temporary = self.temporary()
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            self.rename(temporary, name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            error.filename = error.filename or self.path(name)
-            raise
+        with self.writing(name) as file:
+            file.write(data)
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
@@ -300,12 +290,12 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             self.rename(temporary, name)
-        except OSError as error:
-            error.filename = error.filename or self.path(name)
-            raise
-        finally:
-            with contextlib.suppress(FileNotFoundError):
+        except BaseException as error:
+            with contextlib.suppress(OSError):
                 os.unlink(temporary)
+            if isinstance(error, OSError):
+                error.filename = error.filename or self.path(name)
+            raise
 
     def temporary(self) -> str:
         """A fresh local path below the output for a file in the making."""
