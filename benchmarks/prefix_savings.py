@@ -113,15 +113,12 @@ DATASETS: dict[str, Callable[[Path, Any], list[str]]] = {"bbh": bbh, "xquad": xq
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a bundled GGUF model, without its weights."""
-    from transformers import PreTrainedTokenizerFast
-
     from surge_beam.gpu.encoder import model_folder
     from surge_beam.gpu.gguf_file import GgufFile
+    from surge_beam.gpu.text_tokenizer import gguf_tokenizer
 
     path = next(model_folder(model).glob("*.gguf"))
-    return PreTrainedTokenizerFast.from_pretrained(
-        path.parent, gguf_file=path.name, add_bos_token=GgufFile(path).adds_bos
-    )
+    return gguf_tokenizer(path, adds_bos=GgufFile(path).adds_bos)
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str]) -> list[Tokens]:
