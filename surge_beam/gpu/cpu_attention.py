@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from surge_beam.gpu.attention_plan import AttentionPlan, Ints
-from surge_beam.gpu.models.linear import Buffer
+from surge_beam.gpu.buffer import Buffer
 from surge_beam.gpu.work_units import work_units
 
-# Query rows of a unit, each with all query heads of a KV head: what is computed for one block of
-# keys stays in the first two caches.
+# Queries of a unit, that is rows times the query heads of a KV head: what is computed for one block
+# of keys stays in the first two caches.
+UNIT_QUERIES = 96
 UNIT_ROWS = 32
 _LISTS = (
     *("new_slots", "positions", "first_key", "last_key", "page_base", "first_row", "row_count"),
@@ -26,11 +27,26 @@ class _Units(ctypes.Structure):
     """``AttentionUnits`` of kernels/attention.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "dim", "slots", "page_size")),
-        *((name, ctypes.c_int64) for name in ("window", "tokens", "units", "merged", "threads")),
+        *((name, ctypes.c_int64) for name in ("kv_heads", "group", "dim")),
+        *((name, ctypes.c_int64) for name in ("head_stride", "slot_stride", "page_size")),
+        *((name, ctypes.c_int64) for name in ("window", "appended", "units", "merged", "threads")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in (*_LISTS, "outputs", "log_sums")),
     )
+
+
+def attend_kernel(library: ctypes.CDLL, dtype: torch.dtype) -> Callable[..., None]:
+    """The kernel for keys and values of a dtype, float32 or bfloat16.
+
+    Args:
+      library: what ``load_kernels`` gave.
+    """
+    name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
+    kernel: Callable[..., None] = getattr(library, f"surge_attend_{name}")
+    pointer, rows = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int64)
+    kernel.argtypes = [*[pointer] * 3, *rows, *rows, *rows, pointer]  # type: ignore[attr-defined]
+    kernel.restype = None  # type: ignore[attr-defined]
+    return kernel
 
 
 class CompiledAttention:
@@ -58,10 +74,12 @@ class CompiledAttention:
           buffer: for the results; none gives each its own memory.
         """
         self._buffer = buffer
-        kv_heads, slots, dim = keys.shape
+        kv_heads, _, dim = keys.shape
         self._attend = attend
+        self._strides = keys.stride()
         self._width, self._dim = heads * dim, dim
-        units = work_units(plan, (UNIT_ROWS,))
+        group = heads // kv_heads
+        units = work_units(plan, (max(UNIT_ROWS, UNIT_QUERIES // group),))
         self._outputs = torch.empty(units.parts, heads, dim)
         self._log_sums = torch.empty(units.parts, heads)
         arrays: dict[str, Ints] = {
@@ -74,12 +92,13 @@ class CompiledAttention:
         self._held = {name: np.ascontiguousarray(a, np.int64) for name, a in arrays.items()}
         self._units = _Units(
             kv_heads=kv_heads,
-            group=heads // kv_heads,
+            group=group,
             dim=dim,
-            slots=slots,
+            head_stride=keys.stride(0),
+            slot_stride=keys.stride(1),
             page_size=plan.page_size,
             window=plan.window or 0,
-            tokens=len(plan.positions),
+            appended=len(plan.slots),
             units=len(units.first_key),
             merged=len(units.merged_rows),
             threads=torch.get_num_threads(),
@@ -94,12 +113,29 @@ class CompiledAttention:
         self, keys: Tensor, values: Tensor, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """See ``TorchAttention.run``."""
+        return self._run(keys, values, query, *_rows(key, self._dim), *_rows(value, self._dim))
+
+    def attend(self, keys: Tensor, values: Tensor, query: Tensor) -> Tensor:
+        """Attends to what is in the pool; for a plan that appends nothing (no slots).
+
+        Args:
+          keys, values: the pool, [kv_heads, slots, head_dim], with the strides of the keys that
+            this was made for.
+          query: [T, heads, head_dim].
+
+        Raises:
+          ValueError: if the strides are others.
+        """
+        if not keys.stride() == values.stride() == self._strides or self._strides[2] != 1:
+            raise ValueError("keys and values must have the strides of the keys it was planned for")
+        return self._run(keys, values, query, None, 0, None, 0)
+
+    def _run(self, keys: Tensor, values: Tensor, query: Tensor, *new: int | None) -> Tensor:
         out = (self._buffer or Buffer()).empty(len(query), self._width, query.dtype)
         self._attend(
             *(self._address, keys.data_ptr(), values.data_ptr()),
             *_rows(query, self._dim),
-            *_rows(key, self._dim),
-            *_rows(value, self._dim),
+            *new,
             out.data_ptr(),
         )
         return out

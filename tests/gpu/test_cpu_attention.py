@@ -165,6 +165,7 @@ def test_random_trees(sequences, window, heads, node_cost, scattered, sizes):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_attention, "UNIT_ROWS", sizes[0])
+        patch.setattr(cpu_attention, "UNIT_QUERIES", sizes[0])
         patch.setattr(work_units, "SPLIT_KEYS", sizes[1])
         out = step.run(attention=backend(), window=window, node_cost=node_cost)
     check(step, out, window)

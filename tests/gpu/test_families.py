@@ -8,6 +8,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from surge_beam.gpu.encoder import load_encoder
+from surge_beam.gpu.models import attention
 from surge_beam.gpu.packed import PackedEncoder
 from surge_beam.gpu.sentence_transformer import SentenceTransformerEncoder
 from surge_beam.records import EncoderConfig
@@ -74,6 +75,12 @@ def test_family(family, transformer, tmp_path):
     folder = sentence_model(transformer(family), tmp_path, pooling=pooling)
     encoder = check(folder, TEXTS + ODD_LENGTHS)
     assert encoder.tokenize(ODD_LENGTHS).lengths.max() == 64
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_without_a_compiler(family, transformer, tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "load_kernels", lambda: None)
+    check(sentence_model(transformer(family), tmp_path), TEXTS + ODD_LENGTHS)
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "mpnet"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from surge_beam.gpu.buffer import Buffer
 from surge_beam.gpu.kernels.compiled import load_kernels
 from surge_beam.gpu.models.linear import (
-    Buffer,
     CompiledLinear,
     Linear,
     PackedLinear,

@@ -12,12 +12,12 @@ extern "C" {
 // What a plan fixes for all layers. A unit lets some rows see some keys of one item.
 struct AttentionUnits {
   int64_t kv_heads, group, dim;
-  int64_t slots;  // of the pool, a head
+  int64_t head_stride, slot_stride;  // of the pool
   int64_t page_size;
   int64_t window;  // 0: none
-  int64_t tokens, units, merged, threads;
+  int64_t appended, units, merged, threads;
   float scale;
-  const int64_t* new_slots;       // [tokens]
+  const int64_t* new_slots;       // [appended], where the new keys and values go
   const int64_t* positions;       // [tokens]
   const int64_t* first_key;       // [units], position
   const int64_t* last_key;        // [units], position after the last one
@@ -192,13 +192,13 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
   }
   const int64_t begin = p.first_key[unit], end = p.last_key[unit];
   const int64_t* pages = p.pages + p.page_base[unit];
-  const int64_t base = head * p.slots;
+  const int64_t base = head * p.head_stride;
   int64_t offsets[2][kKeys];  // of this block's keys in the pool, and of the next one's
   const T *key_rows[kKeys], *value_rows[kKeys];
   auto locate = [&](int64_t first, int64_t size, int64_t* to) {
     int64_t page = first / p.page_size, inside = first % p.page_size;
     for (int64_t k = 0; k < size; ++k) {
-      to[k] = (base + pages[page] * p.page_size + inside) * dim;
+      to[k] = base + (pages[page] * p.page_size + inside) * p.slot_stride;
       if (++inside == p.page_size) inside = 0, ++page;
     }
   };
@@ -249,10 +249,12 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
         store<W>(scores + k, weight);
         total += weight;
       }
-      const float fade = before == peak ? 1.0f : std::exp(before - peak);
-      s.sums[i] = s.sums[i] * fade + sum<W>(total);
       s.peaks[i] = peak;
-      if (fade != 1.0f) {
+      if (before == peak || before == kNothing) {
+        s.sums[i] += sum<W>(total);
+      } else {
+        const float fade = std::exp(before - peak);
+        s.sums[i] = s.sums[i] * fade + sum<W>(total);
         float* output = s.output.data() + i * dim;
         for (int64_t d = 0; d < dim; d += W) store<W>(output + d, load<W>(output + d) * fade);
       }
@@ -316,8 +318,8 @@ void merge(const AttentionUnits& p, int64_t row, int64_t head, T* out, Scratch& 
 template <class T>
 void append(const AttentionUnits& p, int64_t token, T* pool, const T* from) {
   for (int64_t head = 0; head < p.kv_heads; ++head)
-    std::memcpy(pool + (head * p.slots + p.new_slots[token]) * p.dim, from + head * p.dim,
-                p.dim * sizeof(T));
+    std::memcpy(pool + head * p.head_stride + p.new_slots[token] * p.slot_stride,
+                from + head * p.dim, p.dim * sizeof(T));
 }
 
 template <int W, class T>
@@ -328,7 +330,7 @@ void attend(const AttentionUnits& p, T* keys, T* values, const T* query, int64_t
   {
     static thread_local Scratch scratch;
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < p.tokens; ++t) {
+    for (int64_t t = 0; t < p.appended; ++t) {
       append(p, t, keys, key + t * key_stride);
       append(p, t, values, value + t * value_stride);
     }

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from surge_beam.gpu.attention import TorchAttention
 from surge_beam.gpu.attention_plan import AttentionPlan
-from surge_beam.gpu.cpu_attention import CompiledAttention
+from surge_beam.gpu.buffer import Buffer
+from surge_beam.gpu.cpu_attention import CompiledAttention, attend_kernel
 from surge_beam.gpu.kernels.compiled import load_kernels
-from surge_beam.gpu.models.linear import ACTIVATIONS, Buffer
+from surge_beam.gpu.models.linear import ACTIVATIONS
 from surge_beam.gpu.models.rope import rotate
 from surge_beam.gpu.sampling import Chooser
 
@@ -164,8 +165,7 @@ class CompiledOperations(TorchOperations):
         self._dtype = dtype
         self._buffers = {n: Buffer() for n in ("attention", "norm", "gated")} if reuse else {}
         int_, pointer = ctypes.c_int64, ctypes.c_void_p
-        rows = (pointer, int_)
-        self.attend = kernel("attend", *[pointer] * 3, *rows, *rows, *rows, pointer)
+        self.attend = attend_kernel(library, dtype)
         self._add_norm = kernel("add_norm", *[int_] * 3, ctypes.c_float, *[pointer] * 4)
         self._rotate = kernel("rotate", *[int_] * 5, *[pointer] * 3)
         self._silu_mul = kernel("silu_mul", *[int_] * 3, *[pointer] * 2)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surge_beam.gpu.models.attention import attend
+from surge_beam.gpu.models.attention import PackedAttention, compiled_kernel
 from surge_beam.gpu.models.batch import PackedBatch
 from surge_beam.gpu.models.linear import ACTIVATIONS
 from surge_beam.gpu.models.weights import Weights
@@ -51,6 +51,7 @@ class Bert:
         self.places = places if kinds is None else places + kinds[0]
         self.max_positions = len(places) - self.first_position
         self.norm = layer_norm(weights, "embeddings.LayerNorm")
+        self.kernel = compiled_kernel(weights.dtype, weights.device)
         self.layers = [
             _Layer(self, weights, f"encoder.layer.{i}.") for i in range(config.num_hidden_layers)
         ]
@@ -60,8 +61,9 @@ class Bert:
         x = F.embedding(batch.ids, self.words)
         x += F.embedding(positions(batch, self.pad_id), self.places)
         x = F.layer_norm(x, (self.width,), *self.norm, self.eps)
+        attend = PackedAttention(batch, self.kernel)
         for layer in self.layers:
-            x = layer(x, batch)
+            x = layer(x, attend)
         return x
 
 
@@ -96,10 +98,10 @@ class _Layer:
         self.down = weights.linear(f"{at}output.dense")
         self.norm = layer_norm(weights, f"{at}output.LayerNorm")
 
-    def __call__(self, x: Tensor, batch: PackedBatch) -> Tensor:
+    def __call__(self, x: Tensor, attend: PackedAttention) -> Tensor:
         model, shape = self.model, (self.model.width,)
         query, key, value = self.qkv(x).view(len(x), 3, model.heads, -1).unbind(1)
-        mixed = attend(query, key, value, batch)
+        mixed = attend(query, key, value)
         x = F.layer_norm(self.out.add(mixed, x), shape, *self.attention_norm, model.eps)
         y = self.down.add(self.up.activated(x, model.activation), x)
         return F.layer_norm(y, shape, *self.norm, model.eps)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surge_beam.gpu.buffer import Buffer
 from surge_beam.gpu.kernels.operations import Attention, operations_for
-from surge_beam.gpu.models.linear import ACTIVATIONS, Buffer, Linear, make_linear, narrowed
+from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, make_linear, narrowed
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config
 from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.records import SurgeError

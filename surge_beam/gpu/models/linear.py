@@ -8,27 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surge_beam.gpu.buffer import Buffer
 from surge_beam.gpu.kernels.compiled import load_kernels
 
 _PACK_ROWS = 32
 _LARGEST_STEP = 64
-
-
-class Buffer:
-    """Memory for a result that is done with before the next one comes.
-
-    A result of several MiB that is allocated anew in every layer costs a page fault a page.
-    """
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-
-    def empty(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[rows, columns] on the CPU, in the memory of what it gave before."""
-        size = rows * columns
-        if self._memory is None or len(self._memory) < size or self._memory.dtype != dtype:
-            self._memory = torch.empty(size, dtype=dtype)
-        return self._memory[:size].view(rows, columns)
 
 
 def narrowed(weight: Tensor) -> Tensor:

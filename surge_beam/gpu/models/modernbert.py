@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from surge_beam.gpu.models.attention import attend
+from surge_beam.gpu.models.attention import PackedAttention, compiled_kernel
 from surge_beam.gpu.models.batch import PackedBatch
 from surge_beam.gpu.models.linear import ACTIVATIONS
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config, rotate
@@ -39,7 +39,8 @@ class ModernBert:
         self.heads = int(config.num_attention_heads)
         self.eps = float(config.norm_eps)
         self.activation = ACTIVATIONS[config.hidden_activation]
-        self.window = int(config.local_attention) // 2
+        window = int(config.local_attention) // 2
+        self.windows = {"sliding_attention": window}
         self.words = weights.tensor("embeddings.tok_embeddings.weight")
         self.norm = self._norm(weights, "embeddings.norm")
         self.ropes = {
@@ -48,6 +49,7 @@ class ModernBert:
             )
             for kind in set(config.layer_types)
         }
+        self.kernel = compiled_kernel(weights.dtype, weights.device)
         self.layers = [
             _Layer(self, weights, f"layers.{i}.", kind, first=i == 0)
             for i, kind in enumerate(config.layer_types[: config.num_hidden_layers])
@@ -58,8 +60,12 @@ class ModernBert:
         """Hidden states of the last layer, [T, width]."""
         x = self.normed(F.embedding(batch.ids, self.words), self.norm)
         tables = {kind: rope.tables(batch.positions, x.dtype) for kind, rope in self.ropes.items()}
+        attends = {
+            kind: PackedAttention(batch, self.kernel, window=self.windows.get(kind))
+            for kind in tables
+        }
         for layer in self.layers:
-            x = layer(x, batch, *tables[layer.kind])
+            x = layer(x, attends[layer.kind], *tables[layer.kind])
         return self.normed(x, self.final_norm)
 
     def normed(self, x: Tensor, norm: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -75,7 +81,6 @@ class _Layer:
         self, model: ModernBert, weights: Weights, at: str, kind: str, *, first: bool
     ) -> None:
         self.model, self.kind = model, kind
-        self.window = model.window if kind == "sliding_attention" else None
         self.attention_norm = None if first else model._norm(weights, f"{at}attn_norm")
         self.qkv = weights.linear(f"{at}attn.Wqkv")
         self.out = weights.linear(f"{at}attn.Wo")
@@ -83,11 +88,11 @@ class _Layer:
         self.up_and_gate = weights.linear(f"{at}mlp.Wi")
         self.down = weights.linear(f"{at}mlp.Wo")
 
-    def __call__(self, x: Tensor, batch: PackedBatch, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, attend: PackedAttention, cos: Tensor, sin: Tensor) -> Tensor:
         model = self.model
         normed = x if self.attention_norm is None else model.normed(x, self.attention_norm)
         query, key, value = self.qkv(normed).view(len(x), 3, model.heads, -1).unbind(1)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        x = self.out.add(attend(query, key, value, batch, window=self.window), x)
+        x = self.out.add(attend(query, key, value), x)
         up, gate = self.up_and_gate(model.normed(x, self.mlp_norm)).chunk(2, dim=-1)
         return self.down.add(model.activation(up).mul_(gate), x)

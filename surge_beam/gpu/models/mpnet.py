@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surge_beam.gpu.models.attention import attend
+from surge_beam.gpu.models.attention import PackedAttention
 from surge_beam.gpu.models.batch import PackedBatch
 from surge_beam.gpu.models.bert import layer_norm, positions
 from surge_beam.gpu.models.linear import ACTIVATIONS
@@ -56,8 +56,9 @@ class MPNet:
         x += F.embedding(positions(batch, _PAD_ID), self.places)
         x = F.layer_norm(x, (self.width,), *self.norm, self.eps)
         bias = {length: self.bias(length) for length in {run.length for run in batch.runs}}
+        attend = PackedAttention(batch, None, bias=bias)
         for layer in self.layers:
-            x = layer(x, batch, bias)
+            x = layer(x, attend)
         return x
 
     def bias(self, length: int) -> Tensor:
@@ -94,10 +95,10 @@ class _Layer:
         self.down = weights.linear(f"{at}output.dense")
         self.norm = layer_norm(weights, f"{at}output.LayerNorm")
 
-    def __call__(self, x: Tensor, batch: PackedBatch, bias: dict[int, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, attend: PackedAttention) -> Tensor:
         model, shape = self.model, (self.model.width,)
         query, key, value = self.qkv(x).view(len(x), 3, model.heads, -1).unbind(1)
-        mixed = attend(query, key, value, batch, bias=bias)
+        mixed = attend(query, key, value)
         x = F.layer_norm(self.out.add(mixed, x), shape, *self.attention_norm, model.eps)
         y = self.down.add(self.up.activated(x, model.activation), x)
         return F.layer_norm(y, shape, *self.norm, model.eps)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from surge_beam.gpu.models.attention import attend
+from surge_beam.gpu.models.attention import PackedAttention, compiled_kernel
 from surge_beam.gpu.models.batch import PackedBatch
 from surge_beam.gpu.models.linear import ACTIVATIONS
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config, rotate
@@ -43,6 +43,7 @@ class Qwen3:
         self.activation = ACTIVATIONS[config.hidden_act]
         self.words = weights.tensor("embed_tokens.weight")
         self.rope = rope_from_config(config, config.rope_parameters, self.head_width)
+        self.kernel = compiled_kernel(weights.dtype, weights.device)
         self.layers = [
             _Layer(self, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)
         ]
@@ -52,8 +53,9 @@ class Qwen3:
         """Hidden states after the last norm, [T, width]."""
         x = F.embedding(batch.ids, self.words)
         cos, sin = self.rope.tables(batch.positions, x.dtype)
+        attend = PackedAttention(batch, self.kernel, causal=True)
         for layer in self.layers:
-            x = layer(x, batch, cos, sin)
+            x = layer(x, attend, cos, sin)
         return F.rms_norm(x, (self.width,), self.norm, self.eps)
 
 
@@ -70,7 +72,7 @@ class _Layer:
         self.gate_and_up = weights.linear(f"{mlp}gate_proj", f"{mlp}up_proj")
         self.down = weights.linear(f"{mlp}down_proj")
 
-    def __call__(self, x: Tensor, batch: PackedBatch, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, attend: PackedAttention, cos: Tensor, sin: Tensor) -> Tensor:
         model, shape, heads = self.model, (self.model.width,), (self.model.head_width,)
         qkv = self.qkv(F.rms_norm(x, shape, self.input_norm, model.eps))
         query, key, value = qkv.view(len(x), -1, model.head_width).split(
@@ -78,6 +80,6 @@ class _Layer:
         )
         query = rotate(F.rms_norm(query, heads, self.query_norm, model.eps), cos, sin)
         key = rotate(F.rms_norm(key, heads, self.key_norm, model.eps), cos, sin)
-        x = self.out.add(attend(query, key, value, batch, causal=True), x)
+        x = self.out.add(attend(query, key, value), x)
         gate, up = self.gate_and_up(F.rms_norm(x, shape, self.mlp_norm, model.eps)).chunk(2, -1)
         return self.down.add(model.activation(gate).mul_(up), x)

@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from surge_beam.gpu.models.linear import Buffer, Linear, make_linear
+from surge_beam.gpu.buffer import Buffer
+from surge_beam.gpu.models.linear import Linear, make_linear
 from surge_beam.records import SurgeError
 
 _OLD_NAMES = {"weight": "gamma", "bias": "beta"}
