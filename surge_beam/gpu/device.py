@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from surge_beam.gpu.host import usable_cores
 from surge_beam.records import EncoderConfig, EngineConfig, SurgeError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,22 +67,6 @@ def use_all_cores() -> None:
         cores = usable_cores()
         if torch.get_num_threads() != cores:
             torch.set_num_threads(cores)
-
-
-def usable_cores() -> int:
-    """Cores of this process by affinity and by its control group's quota, at least 1."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores, -(-int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return max(cores, 1)
 
 
 def _computes_fast(dtype: torch.dtype) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from surge_beam.gpu.attention_plan import (
     share_groups,
 )
 from surge_beam.gpu.device_errors import free_device_memory, is_out_of_memory
+from surge_beam.gpu.host import available_memory
 from surge_beam.gpu.language_model import LanguageModel, load_language_model
 from surge_beam.gpu.models.decoder import LayerKV
 from surge_beam.gpu.runner import CopyFailed, OutOfDeviceMemory, Sampled, StepBatch
@@ -217,4 +217,4 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return _FREE_SHARE["cuda"] * torch.cuda.mem_get_info(device)[0]
-    return _FREE_SHARE["cpu"] * psutil.virtual_memory().available
+    return _FREE_SHARE["cpu"] * available_memory()

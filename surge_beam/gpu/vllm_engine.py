@@ -24,6 +24,7 @@ import psutil
 from surge_beam.gpu.decode_engine import DecodeEngine
 from surge_beam.gpu.dummy import is_dummy
 from surge_beam.gpu.gguf_folder import folder_of_gguf
+from surge_beam.gpu.host import available_memory
 from surge_beam.gpu.randomness import uniform
 from surge_beam.gpu.sequence import Sequence, State
 from surge_beam.gpu.text_tokenizer import GGUF, find_model
@@ -102,7 +103,7 @@ def start_llm(config: EngineConfig) -> Any:
         }
         kv_bytes = config.kv_bytes
         if kv_bytes is None and on_cpu:
-            kv_bytes = min(_CPU_KV_BYTES, int(_CPU_FREE_SHARE * psutil.virtual_memory().available))
+            kv_bytes = min(_CPU_KV_BYTES, int(_CPU_FREE_SHARE * available_memory()))
         if kv_bytes is not None:
             options["kv_cache_memory_bytes"] = kv_bytes
         try:
