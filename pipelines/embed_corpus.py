@@ -14,6 +14,7 @@ from surge_beam.transforms.launch import (
     add_job_options,
     auto,
     command,
+    parse,
     positive,
     run_job,
 )
@@ -24,6 +25,7 @@ from surge_beam.transforms.write import WriteConfig
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="embed_corpus.py",
         description="Embeds every partition of a corpus. Any Apache Beam option may follow.",
     )
@@ -91,7 +93,7 @@ def settings_of(config: EmbedConfig) -> dict:
 
 def run(argv: list[str] | None = None) -> Report | None:
     """Runs the job and returns its report, None of a dry run; see ``run_job``."""
-    args, beam_args = parser().parse_known_args(argv)
+    args, beam_args = parse(parser(), argv)
     return run_job(
         config_of(args),
         EmbedFiles,
@@ -108,7 +110,9 @@ def say(report: Report) -> str:
         f" {report['partitions_skipped']:,} skipped, {report['partitions_failed']:,} failed;"
         f" {report['rows_encoded']:,} rows in {report['seconds']:,.1f} s"
     )
-    if not report["superbatches"] and not report["partitions_encoded"]:
+    if report["files_failed"] == report["files"]:
+        line += "\nnothing to do: none of the files can be used"
+    elif not report["superbatches"] and not report["partitions_encoded"]:
         failed = " that can be read" if report["partitions_failed"] else ""
         line += f"\nnothing to do: every partition{failed} is up to date"
     return line

@@ -20,6 +20,7 @@ from surge_beam.transforms.launch import (
     auto,
     command,
     names,
+    parse,
     positive,
     run_job,
 )
@@ -31,6 +32,7 @@ from surge_beam.transforms.write import WriteConfig
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="generate_corpus.py",
         description="Completes every row of a dataset, or every line of an OpenAI batch."
         " Any Apache Beam option may follow.",
@@ -178,7 +180,7 @@ def settings_of(config: GenerateConfig) -> dict:
 
 def run(argv: list[str] | None = None) -> Report | None:
     """Runs the job and returns its report, None of a dry run; see ``run_job``."""
-    args, beam_args = parser().parse_known_args(argv)
+    args, beam_args = parse(parser(), argv)
     try:
         config = config_of(args)
     except SurgeError as error:
@@ -207,7 +209,9 @@ def say(report: Report) -> str:
         f" {report['prefix_tokens_saved']:,} of {report['prompt_tokens']:,} prompt tokens"
         " shared a prefix"
     )
-    if not report["superbatches"]:
+    if report["files_failed"] == report["files"]:
+        line += "\nnothing to do: none of the files can be used"
+    elif not report["superbatches"]:
         line += "\nnothing to do: every row is answered already"
     return line
 

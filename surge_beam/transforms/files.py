@@ -306,14 +306,20 @@ class Store:
     def rename(self, source: str, name: str) -> None:
         """Moves a finished local file to its name, and makes its folder first where needed."""
         target = self.path(name)
-        self._make(posixpath.dirname(target))
         try:
-            os.replace(source, target)
-        except FileNotFoundError:
-            # a folder this process made may since have been removed by a prune
-            self._made.discard(posixpath.dirname(target))
             self._make(posixpath.dirname(target))
-            os.replace(source, target)
+            try:
+                os.replace(source, target)
+            except FileNotFoundError:
+                # a folder this process made may since have been removed by a prune
+                self._made.discard(posixpath.dirname(target))
+                self._make(posixpath.dirname(target))
+                os.replace(source, target)
+        except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            raise SurgeError(
+                f"{target} cannot be written, since a file and a folder would share a name; what"
+                " is there may be the output of an input that is gone, which --prune removes"
+            ) from error
 
     def move(self, source: str, name: str) -> None:
         """Moves one file of the output to another name of the output."""

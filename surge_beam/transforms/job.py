@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 
@@ -77,22 +77,11 @@ def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Ite
       RefusedError: another job holds the output, it was written under other settings, or it
         holds files that are not ours. Nothing is written then.
     """
-    if store.fs.isfile(store.root):
-        raise RefusedError(f"the output {store.url} is a file, not a folder")
-    if not overwrite:
-        before = read_json(store, CONFIG)
-        _refuse_differences(store, before, settings)
-        if before is None and _holds_other_files(store):
-            raise RefusedError(
-                f"{store.url} is not empty and was not written by this program; choose another"
-                " output, or --overwrite to write beside what is there"
-            )
-    if store.local:
-        os.makedirs(store.path("_surge"), exist_ok=True)
-        path = store.path(LOCK)
-    else:
-        path = os.path.join(tempfile.gettempdir(), f"surge_beam-{digest(store.url)}.lock")
-    with open(path, "a+") as lock:
+    try:
+        lock_file = _lock_file(store, settings, overwrite=overwrite)
+    except OSError as error:
+        raise RefusedError(f"cannot write to the output {store.url}: {error}") from error
+    with lock_file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,6 +104,26 @@ def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Ite
         for folder in (Store.TEMPORARY, stats_files.FOLDER):
             store.remove_tree(folder)
         yield run
+
+
+def _lock_file(store: Store, settings: dict[str, Any], *, overwrite: bool) -> IO[str]:
+    """The open lock of an output that may be written."""
+    if store.fs.isfile(store.root):
+        raise RefusedError(f"the output {store.url} is a file, not a folder")
+    if not overwrite:
+        before = read_json(store, CONFIG)
+        _refuse_differences(store, before, settings)
+        if before is None and _holds_other_files(store):
+            raise RefusedError(
+                f"{store.url} is not empty and was not written by this program; choose another"
+                " output, or --overwrite to write beside what is there"
+            )
+    if store.local:
+        os.makedirs(store.path("_surge"), exist_ok=True)
+        path = store.path(LOCK)
+    else:
+        path = os.path.join(tempfile.gettempdir(), f"surge_beam-{digest(store.url)}.lock")
+    return open(path, "a+")
 
 
 def _refuse_differences(

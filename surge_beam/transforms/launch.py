@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions, TestOptions
+from apache_beam.runners.runner import create_runner
 
 from surge_beam.records import RefusedError
 from surge_beam.transforms.files import Store
@@ -31,6 +33,8 @@ from surge_beam.transforms.report import Summarise, build_report, write_report
 from surge_beam.transforms.report_html import try_write_html
 
 LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "PrismRunner")
+_DEFAULT_RUNNER = "--runner=FnApiRunner"
+_ALIKE = 0.85
 
 Job = TypeVar("Job", bound=FileJob)
 Report = dict[str, Any]
@@ -38,7 +42,11 @@ Report = dict[str, Any]
 
 def names(text: str) -> tuple[str, ...]:
     """The names of an option such as ``a,b``."""
-    return tuple(x for x in text.split(",") if x)
+    found = [x.strip() for x in text.split(",")]
+    for name in found:
+        if found.count(name) > 1 and name:
+            raise argparse.ArgumentTypeError(f"{name!r} occurs more than once")
+    return tuple(x for x in found if x)
 
 
 def positive(text: str) -> int:
@@ -69,6 +77,41 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--accelerator", default=FileJob.accelerator, help="Beam resource hint")
 
 
+def parse(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """A job's own options, and Beam's.
+
+    Raises:
+      RefusedError: an argument is neither's. A remote runner's job server may know options that
+        this process does not, so that such a runner is only refused what looks like one of ours.
+    """
+    args, rest = parser.parse_known_args(argv)
+    beams: list[Any] = []
+    beam_options = PipelineOptions([_DEFAULT_RUNNER, *rest])
+    known = beam_options.get_all_options(add_extra_args_fn=beams.append)
+    left = beams[0].parse_known_args(rest)[1]
+    local = beam_options.view_as(StandardOptions).runner in LOCAL_RUNNERS
+    before = ""
+    for argument in left:
+        name = argument.split("=", 1)[0]
+        if not name.startswith("-"):
+            if local or not before.startswith("--") or "=" in before:
+                raise RefusedError(
+                    f"unexpected argument {argument!r}; --input takes one file, folder or glob: put"
+                    " a glob in quotes, so that the shell leaves it as it is"
+                )
+        else:
+            alike = difflib.get_close_matches(
+                name.lstrip("-").replace("-", "_"), [*vars(args), *known], 1, _ALIKE
+            )
+            if local or (alike and alike[0] in vars(args)):
+                meant = f"; did you mean --{alike[0]}?" if alike else ", ours or Beam's"
+                raise RefusedError(f"there is no option {name}{meant}")
+        before = argument
+    return args, rest
+
+
 def run_job(
     job: Job,
     transform: Callable[[Job], beam.PTransform],
@@ -95,7 +138,8 @@ def run_job(
       SurgeError: the job failed; the message is for a person.
     """
     check_paths(job.input, job.output)
-    options = PipelineOptions(["--runner=FnApiRunner", *beam_args])
+    options = PipelineOptions([_DEFAULT_RUNNER, *beam_args])
+    _check_runner(options.view_as(StandardOptions).runner)
     if options.view_as(TestOptions).dry_run:
         _ = (pipeline := beam.Pipeline(options=options)) | "Job" >> transform(job)
         if "dataflow" in str(options.view_as(StandardOptions).runner).lower():
@@ -121,6 +165,13 @@ def run_job(
         try_write_html(store, report)
         finish(store, job.run)
     return report
+
+
+def _check_runner(name: Any) -> None:
+    try:
+        create_runner(name)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise RefusedError(f"there is no runner {name!r}: {error}") from error
 
 
 def command(
@@ -165,9 +216,23 @@ def command(
         print("dry run: the job graph is sound; nothing was run or written")
         return 0
     print(say(report))
+    if report["files_failed"]:
+        example = report["failed_file"] or {"file": "?", "message": "see the dead letters"}
+        print(
+            f"{report['files_failed']:,} of {report['files']:,} files could not be used, such as"
+            f" {example['file']}: {example['message']}"
+        )
     if report["files_passed_over"]:
-        print(f"{report['files_passed_over']:,} files passed over: not data by their names")
-    if report["partitions_stale"]:
+        print(
+            f"{report['files_passed_over']:,} files passed over: not data by their names, or links"
+            " to folders"
+        )
+    if report["partitions_stale"] and report["files_failed"]:
+        print(
+            f"{report['partitions_stale']:,} stale partitions kept: their input is gone, or they"
+            " are of files that could not be used; mend or remove those before --prune"
+        )
+    elif report["partitions_stale"]:
         print(
             f"{report['partitions_stale']:,} stale partitions kept: their input is gone;"
             " --prune removes them"

@@ -21,6 +21,9 @@ from surge_beam.transforms.textfiles import (
     resolve,
 )
 
+# As nanoseconds, which is how INT96 is read otherwise, 64 bits hold no date before 1677 or after
+# 2262, such as the 9999-12-31 of open ends; they would come out as others.
+INT96_UNIT = "us"
 FIRST_ROW = "__surge_first_row"
 _BATCH_ROWS = 8_192
 _KEY_ROWS = 131_072
@@ -185,6 +188,7 @@ class ParquetProbe:
             buffer_size=_LOCAL_BUFFER if local else _REMOTE_BUFFER,
             pre_buffer=False,
             page_checksum_verification=True,
+            coerce_int96_timestamp_unit=INT96_UNIT,
             **options,
         )
 

@@ -299,7 +299,7 @@ class Planner:
 
     def tidy(self, store: Store, run: str, *, prune: bool) -> None:
         """Removes dead letters of older versions of a file, and with ``prune`` the output and
-        dead letters of what the input no longer has.
+        dead letters of what the input no longer has; none while a file of it cannot be read.
         """
         current = {source.key: source.fingerprint for source in self._runs.files}
         for name in store.names(FILE_LETTERS):
@@ -317,7 +317,8 @@ class Planner:
             # a file that comes back is scanned again, and its dead letters written again
             if name.partition("-")[0] not in known:
                 store.remove(f"{SCANS}/{name}")
-        if not prune:
+        if not prune or self.summary.files_failed:
+            # which output is theirs, files that cannot be read do not tell
             return
         for path in manifest.prune(store, run, set(self._runs.folders)):
             store.remove(path)

@@ -31,7 +31,7 @@ from surge_beam.records import (
 )
 from surge_beam.transforms.files import InputFile, Store, digest, filesystem
 from surge_beam.transforms.guard import GuardError, UnreadableFileError, shared_guard
-from surge_beam.transforms.parquet_probe import FIRST_ROW
+from surge_beam.transforms.parquet_probe import FIRST_ROW, INT96_UNIT
 from surge_beam.transforms.partitions import (
     KeyRuns,
     file_folder,
@@ -168,7 +168,7 @@ class Scanner:
         except BadInputError:
             raise
         except (SurgeError, pa.ArrowException, ValueError, ArithmeticError) as error:
-            self._letter(source, error)
+            self._letter(source, error, guessed=not file.format)
             none = np.zeros(0, np.int64)
             failed = FileRuns(source, [], none, none, none, none, failed=True, dead_letters=1)
             yield pack(failed)
@@ -181,8 +181,10 @@ class Scanner:
     def _cache_name(self, source: SourceFile) -> str:
         return f"{SCANS}/{source.fingerprint}-{self._scan_key}"
 
-    def _letter(self, source: SourceFile, error: Exception) -> None:
+    def _letter(self, source: SourceFile, error: Exception, *, guessed: bool) -> None:
         message = error.reason if isinstance(error, UnreadableFileError) else str(error)
+        if guessed:
+            message = f"read as Parquet, since its name does not tell the format: {message}"
         if self.config.fail_on_bad_input:
             raise BadInputError(f"{source.url}: {message}") from error
         kind = "UnusableFileError" if type(error) is SurgeError else type(error).__name__
@@ -198,7 +200,7 @@ class Scanner:
         if source.staged:
             url, bad, missing = stage(self.store, source, self.config)
             if missing:
-                raise SurgeError(f"no row has a column {missing[0]!r}")
+                raise SurgeError(_lacking(url, missing[0], source.format))
         keep = self.config.keep_columns
         needed = (*self.config.needed_columns, *self.config.optional_columns)
         columns = None if keep is None else [*keep, *needed]
@@ -212,6 +214,7 @@ class Scanner:
                 raise SurgeError(f"the column name {name!r} is reserved")
         group_rows = np.array(about["row_group_rows"], np.int64)
         group_bytes = np.array(about["row_group_bytes"], np.int64)
+        _check_folder_values(url, schema, hive, group_rows)
         if self.config.partition_by:
             yield from self._key_runs(source, url, schema, hive, group_rows, group_bytes, bad)
             return
@@ -242,14 +245,11 @@ class Scanner:
         in_file = [n for n in names if n not in hive]
         finder = KeyRuns(names)
         edges = np.concatenate([[0], np.cumsum(group_rows)])
-        groups = np.flatnonzero(group_rows)
-        if in_file and len(groups):
+        empty_file = not group_rows.any()
+        if in_file and not empty_file:
             for name in in_file:
                 key_type(schema.field(name).type)
-        # as many row groups as begin within the same SCAN_ROWS rows, one or more
-        for some in np.split(groups, np.flatnonzero(np.diff(edges[groups] // SCAN_ROWS)) + 1):
-            if not len(some):
-                continue
+        for some in _scanned_together(group_rows):
             first, rows = int(edges[some[0]]), int(group_rows[some].sum())
             if in_file:
                 data = first_contact("key_runs", url, row_groups=some.tolist(), columns=in_file)
@@ -271,9 +271,65 @@ class Scanner:
             sizes = counts * group_bytes[group] // group_rows[group]
             yield FileRuns(source, partitions, which, starts, counts, sizes, dead_letters=bad)
             bad = 0
-        if not len(groups):
+        if empty_file:
             empty = np.zeros(0, np.int64)
             yield FileRuns(source, [], empty, empty, empty, empty, dead_letters=bad)
+
+
+def _scanned_together(group_rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Row groups with rows: as many as begin within the same SCAN_ROWS rows, one or more."""
+    groups = np.flatnonzero(group_rows)
+    begins = (np.cumsum(group_rows) - group_rows)[groups]
+    for some in np.split(groups, np.flatnonzero(np.diff(begins // SCAN_ROWS)) + 1):
+        if len(some):
+            yield some
+
+
+def _check_folder_values(
+    url: str, schema: pa.Schema, hive: dict[str, str | None], group_rows: np.ndarray
+) -> None:
+    """Raises SurgeError where a column has the name of a folder's key and holds something else.
+
+    Only one of the two comes out, so that the other would be lost. Text and integers are compared,
+    of which a folder's name is plain.
+    """
+    for name in hive:
+        if name not in schema.names:
+            continue
+        kind = schema.field(name).type
+        if not is_text(kind) and not pa.types.is_integer(kind):
+            continue
+        for some in _scanned_together(group_rows):
+            data = first_contact("key_runs", url, row_groups=some.tolist(), columns=[name])
+            for value in pa.ipc.open_stream(data).read_all().column(name).unique().to_pylist():
+                if value is not None and not _names(hive[name], value):
+                    raise SurgeError(
+                        f"the column {name!r} holds {value!r} and the folder is {name}="
+                        f"{hive[name]}; rename or drop one, or leave one out"
+                    )
+
+
+def _names(folder: str | None, value: str | int) -> bool:
+    """Whether a folder's text is a value."""
+    if folder is None or isinstance(value, str):
+        return folder == value
+    try:
+        return int(folder) == value
+    except ValueError:
+        return False
+
+
+def _lacking(url: str, column: str, format_: str) -> str:
+    """Why a text file has no such column, staged at ``url``."""
+    about = first_contact("describe_parquet", url, columns=None)
+    names = pa.ipc.read_schema(pa.BufferReader(about["schema"])).names
+    names = [name for name in names if not name.startswith(RESERVED)]
+    why = f"no row has a column {column!r}; the file has {', '.join(map(repr, names[:20]))}"
+    if column in (name.strip() for name in names):
+        why += ": there is a blank beside the name"
+    elif format_ == "csv" and len(names) == 1 and any(sign in names[0] for sign in ";\t|"):
+        why += ": its fields must be separated by commas"
+    return why
 
 
 def _stretches(runs: FileRuns) -> Iterator[FileRuns]:
@@ -428,7 +484,7 @@ class _Cursor:
     def __init__(self, url: str, columns: list[str]):
         fs, path = filesystem(url)
         self._file = fs.open(path, "rb")
-        self._parquet = pq.ParquetFile(self._file)
+        self._parquet = pq.ParquetFile(self._file, coerce_int96_timestamp_unit=INT96_UNIT)
         counts = [
             self._parquet.metadata.row_group(g).num_rows
             for g in range(self._parquet.num_row_groups)
@@ -690,7 +746,12 @@ def _cut(
 
 
 def join_tables(tables: list[pa.Table]) -> pa.Table:
-    """Tables one after another; where the types of a column do not agree, it becomes text."""
+    """Tables one after another; where the types of a column do not agree, it becomes text.
+
+    A column that some of them lack is null there, whether or not the others promise values.
+    """
+    if len({tuple(t.column_names) for t in tables}) > 1:
+        tables = [_nullable(t) for t in tables]
     if (table := _concatenated(tables)) is not None:
         return table
     tables = list(tables)
@@ -701,6 +762,11 @@ def join_tables(tables: list[pa.Table]) -> pa.Table:
                 at = tables[i].column_names.index(name)
                 tables[i] = tables[i].set_column(at, name, _as_text(tables[i].column(name)))
     return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _nullable(table: pa.Table) -> pa.Table:
+    fields = [field.with_nullable(True) for field in table.schema]
+    return table.cast(pa.schema(fields, table.schema.metadata))
 
 
 def _concatenated(tables: list[pa.Table]) -> pa.Table | None:

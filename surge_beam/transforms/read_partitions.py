@@ -18,6 +18,7 @@ from surge_beam.records import DeadLetter, SourceFile, SurgeError, pack, unpack
 from surge_beam.transforms.embed import LETTERS, NAMESPACE
 from surge_beam.transforms.files import filesystem, list_input
 from surge_beam.transforms.guard import UnreadableFileError
+from surge_beam.transforms.parquet_probe import INT96_UNIT
 from surge_beam.transforms.partitions import hive_values
 from surge_beam.transforms.read import (
     ROW_COLUMN,
@@ -153,7 +154,10 @@ def read_file(source: SourceFile, config: ReadConfig) -> Iterator[pa.RecordBatch
         columns = _columns(schema, added, config)
         yield from letters
         fs, path = filesystem(url)
-        with fs.open(path, "rb") as handle, pq.ParquetFile(handle) as file:
+        with (
+            fs.open(path, "rb") as handle,
+            pq.ParquetFile(handle, coerce_int96_timestamp_unit=INT96_UNIT) as file,
+        ):
             for group, rows in enumerate(about["row_group_rows"]):
                 if not rows:
                     continue

@@ -18,6 +18,7 @@ from surge_beam.transforms.read import FILE_LETTERS
 from surge_beam.transforms.write import read_json
 
 REPORT = "_surge/report.json"
+_LOOKED_AT = 32
 
 
 Headers = list[dict[str, Any]]
@@ -72,6 +73,7 @@ def build_report(
         "dead_letters": letters,
         "files": plan["files"],
         "files_failed": plan["files_failed"],
+        "failed_file": failed_file(store) if plan["files_failed"] else None,
         "files_passed_over": plan["passed_over"],
         "superbatches": len(done),
         "seconds": round(ended - began, 3),
@@ -139,6 +141,17 @@ def file_letters(store: Store) -> int:
         with store.fs.open(store.path(f"{FILE_LETTERS}/{name}"), "rb") as file:
             total += pq.read_metadata(file).num_rows
     return total
+
+
+def failed_file(store: Store) -> dict[str, str] | None:
+    """A file that cannot be used at all, and why; None if the first dead letters name none."""
+    for name in store.names(FILE_LETTERS)[:_LOOKED_AT]:
+        with store.fs.open(store.path(f"{FILE_LETTERS}/{name}"), "rb") as file:
+            table = pq.read_table(file, columns=["file", "row", "message"])
+        if table.num_rows == 1 and not table.column("row")[0].is_valid:
+            letter = table.to_pylist()[0]
+            return {"file": letter["file"], "message": letter["message"]}
+    return None
 
 
 def _is_emptied(line: dict[str, Any]) -> bool:

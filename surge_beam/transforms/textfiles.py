@@ -799,13 +799,12 @@ def _csv_header(reader: _CsvReader, source: str) -> list[str]:
         raise UnreadableFileError(source, "the file is empty: it has no header")
     if record.error is not None:
         raise UnreadableFileError(source, f"in the header, {record.error.message}")
-    names = record.fields
+    # pandas writes its index without a name, and reads it under this one
+    names = [name or f"Unnamed: {i}" for i, name in enumerate(record.fields)]
     if len(names) > MAX_COLUMNS:
         raise UnreadableFileError(source, f"the header has more than {MAX_COLUMNS} columns")
     if any("\r" in name for name in names):
         raise UnreadableFileError(source, "its lines end with a carriage return alone")
-    if "" in names:
-        raise UnreadableFileError(source, f"column {names.index('') + 1} has no name")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UnreadableFileError(source, f"column {twice!r} occurs more than once")

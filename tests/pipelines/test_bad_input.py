@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -461,3 +462,89 @@ def test_the_columns_of_a_dead_letter(
     assert by_place["b.jsonl", 4]["error"] == "NonTextValue"
     assert by_place["b.jsonl", 5]["partition"] == "k=true"
     conserved(tmp_path / "out")
+
+
+def test_int96_far_from_now_is_what_it_was(tmp_path: Path) -> None:
+    """64 bits of nanoseconds hold no year 9999, the usual open end."""
+    far = [datetime.datetime(9999, 12, 31), datetime.datetime(1, 1, 1), None]
+    rows = pa.table({"text": T, "until": pa.array(far, pa.timestamp("us"))})
+    write_rows(tmp_path / "in" / "a.parquet", rows, use_deprecated_int96_timestamps=True)
+    assert run_here(input=tmp_path / "in", output=tmp_path / "kept") == 0
+    assert read_output(tmp_path / "kept")["a.parquet"]["until"].to_pylist() == far
+    assert run_here(input=tmp_path / "in", output=tmp_path / "key", partition_by="until") == 0
+    named = {
+        json.loads(t.schema.metadata[b"surge.partition"])["until"]["value"]: t["text"].to_pylist()
+        for t in read_output(tmp_path / "key").values()
+    }
+    assert {k and k[:10]: v for k, v in named.items()} == {
+        "9999-12-31": ["a"],
+        "0001-01-01": ["b"],
+        None: ["c"],
+    }
+
+
+def test_a_column_without_nulls_that_another_file_lacks(tmp_path: Path) -> None:
+    """As DuckDB writes constants."""
+    schema = pa.schema([("text", pa.string()), pa.field("version", pa.int32(), nullable=False)])
+    folder = tmp_path / "in" / "day=1"
+    write_rows(folder / "a.parquet", pa.table([["a"], [1]], schema=schema))
+    write_rows(folder / "b.parquet", {"text": ["b"]})
+    write_rows(folder / "c.parquet", pa.table([["c"], [3]], schema=schema))
+    assert run_here(input=tmp_path / "in", output=tmp_path / "out") == 0
+    assert read_output(tmp_path / "out")["day=1"]["version"].to_pylist() == [1, None, 3]
+
+
+@pytest.mark.parametrize("partition_by", ["", "other"])
+def test_a_column_that_contradicts_its_folder_is_a_dead_letter(
+    tmp_path: Path, partition_by: str
+) -> None:
+    def write(folder: str, values: object) -> None:
+        rows = {"text": T, "other": T, "service": values}
+        write_rows(tmp_path / "in" / folder / "x.parquet", rows, row_group_size=2)
+
+    write("service=a", ["a", "a", "b"])
+    write("service=b", ["b", None, "b"])
+    write("service=01", pa.array([1, 1, 1], pa.int64()))
+    write("service=2", pa.array([2, 2, 3], pa.int64()))
+    write("service=3", pa.array([4.5, 3, 3]))
+    options = {"partition_by": partition_by} if partition_by else {}
+    assert run_here(input=tmp_path / "in", output=tmp_path / "out", **options) == 0
+    letters = dead_letters(tmp_path / "out").to_pylist()
+    said = sorted((x["file"].split("/")[-2], x["message"].split(" and ")[0]) for x in letters)
+    assert said == [
+        ("service=2", "the column 'service' holds 3"),
+        ("service=a", "the column 'service' holds 'b'"),
+    ]
+    assert conserved(tmp_path / "out")["rows_out"] == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"id;text\n1;x\n", "no row has a column 'text'; the file has 'id;text': its"),
+        ("a.csv", b"id, text\n1,x\n", "the file has 'id', ' text': there is a blank"),
+        ("a.jsonl", b'{"body": "x"}\n', "no row has a column 'text'; the file has 'body'"),
+        ("a.tsv", b"id\ttext\n1\tx\n", "read as Parquet, since its name does not tell"),
+    ],
+)
+def test_what_a_file_has_in_place_of_the_text_is_said(
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert run_here(input=tmp_path / name, output=tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert words in said and "1 of 1 files could not be used, such as " in said
+    assert "none of the files can be used" in said
+    assert words in dead_letters(tmp_path / "out")["message"][0].as_py()
+
+
+def test_a_csv_with_the_index_of_pandas(tmp_path: Path) -> None:
+    pd.DataFrame({"text": T, "n": [1, 2, 3]}).to_csv(tmp_path / "a.csv")
+    assert run_here(input=tmp_path / "a.csv", output=tmp_path / "out") == 0
+    found = read_output(tmp_path / "out")["a.csv"]
+    assert found.column_names[:3] == ["Unnamed: 0", "text", "n"]
+    assert found["Unnamed: 0"].to_pylist() == ["0", "1", "2"]

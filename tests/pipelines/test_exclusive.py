@@ -224,3 +224,21 @@ def test_two_at_once_on_a_new_output(tmp_path: Path) -> None:
         assert one_line(second).startswith("refused: ")
     assert conserved(tmp_path / "out")["rows_out"] == 120
     assert read_output(tmp_path / "out")["service=s003"].column("text").to_pylist() == texts(3, 10)
+
+
+def test_an_output_that_cannot_be_made_is_refused(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    line = one_line(quick_job(input=finished / "in", output=tmp_path / "file" / "x", check=False))
+    assert line.startswith("refused: cannot write to the output ") and "file" in line
+
+
+def test_an_unknown_runner_is_refused(finished: Path, tmp_path: Path) -> None:
+    refused(tmp_path / "out", "'Nope'", input=finished / "in", runner="Nope")
+
+
+def test_an_unquoted_glob_is_refused(finished: Path, tmp_path: Path) -> None:
+    line = one_line(
+        quick_job("more.parquet", input=finished / "in", output=tmp_path / "out", check=False)
+    )
+    assert line.startswith("refused: unexpected argument 'more.parquet'")
+    assert not (tmp_path / "out").exists()

@@ -289,3 +289,40 @@ class _FailAfterRename:
                 raise OSError(5, os.strerror(5))
 
         Store.rename = rename_and_fail  # type: ignore[method-assign]
+
+
+def test_prune_keeps_what_may_be_of_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    corpus, output = tmp_path / "in", tmp_path / "out"
+    for name in "abc":
+        write_rows(corpus / f"{name}.parquet", {"text": texts(name, 3)})
+    quick_job(input=corpus, output=output)
+    (corpus / "b.parquet").write_bytes(b"half an upl")
+    (corpus / "c.parquet").unlink()
+    for options in ({}, {"prune": True}):
+        done = quick_job(input=corpus, output=output, **options)
+        assert "2 stale partitions kept: their input is gone, or" in done.stdout
+        assert f"1 of 2 files could not be used, such as {corpus}/b.parquet: " in done.stdout
+        assert len(read_output(output)) == 3
+    write_rows(corpus / "b.parquet", {"text": texts("b", 3)})
+    done = quick_job(input=corpus, output=output, prune=True)
+    assert "1 stale partitions removed" in done.stdout
+    assert len(read_output(output)) == 2
+    same_as_anew(corpus, output)
+
+
+@pytest.mark.parametrize("first_is_a_folder", [True, False])
+def test_a_file_in_the_way_of_a_folder_is_named_with_the_remedy(
+    tmp_path: Path, first_is_a_folder: bool
+) -> None:
+    corpus, output = tmp_path / "in", tmp_path / "out"
+    places = [corpus / "a.parquet" / "part-00000.parquet", corpus / "a.parquet"]
+    first, second = places if first_is_a_folder else reversed(places)
+    write_rows(first, {"text": texts(0, 3)})
+    quick_job(input=corpus, output=output)
+    shutil.rmtree(corpus)
+    write_rows(second, {"text": texts(1, 3)})
+    done = quick_job(input=corpus, output=output, check=False)
+    assert done.returncode == 1
+    assert "share a name" in done.stderr.splitlines()[-1] and "--prune" in done.stderr
+    quick_job(input=corpus, output=output, prune=True)
+    same_as_anew(corpus, output)
