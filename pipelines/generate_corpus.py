@@ -212,7 +212,8 @@ def say(report: Report) -> str:
     if report["files_failed"] == report["files"]:
         line += "\nnothing to do: none of the files can be used"
     elif not report["superbatches"]:
-        line += "\nnothing to do: every row is answered already"
+        refused = " or is a dead letter" if report["dead_letters"] else ""
+        line += f"\nnothing to do: every row is answered already{refused}"
     return line
 
 

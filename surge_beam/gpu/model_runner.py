@@ -211,7 +211,14 @@ def load_model_runner(config: EngineConfig) -> ModelRunner:
             f"kv_bytes allows {config.kv_bytes or 0} bytes, and one KV page of "
             f"{config.page_size} tokens takes {a_page}"
         )
-    return ModelRunner(model, pages=pages, page_size=config.page_size)
+    try:
+        return ModelRunner(model, pages=pages, page_size=config.page_size)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise SurgeError(
+            f"the KV pool of {pages * a_page} bytes does not fit the memory; give it fewer kv_bytes"
+        ) from error
 
 
 def _free_bytes(device: torch.device) -> float:

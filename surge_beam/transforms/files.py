@@ -167,7 +167,7 @@ def list_input(pattern: str, *, exclude: str | None = None) -> Listing:
         hidden = any(part[:1] in ("_", ".") for part in name.split("/"))
         # a pipe or a socket, of which a reader would wait for ever
         special = info.get("type") == "other" and not info.get("islink")
-        if folder and (hidden or special or _endings(name)[0] not in FORMATS):
+        if special or (folder and (hidden or _endings(name)[0] not in FORMATS)):
             passed_over += 1
             continue
         files.append(

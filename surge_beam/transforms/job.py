@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from surge_beam.records import RefusedError
+from surge_beam.records import RefusedError, SurgeError
 from surge_beam.transforms import manifest, stats_files
 from surge_beam.transforms.files import (
     Store,
@@ -81,6 +81,10 @@ def exclusive(store: Store, settings: dict[str, Any], *, overwrite: bool) -> Ite
         lock_file = _lock_file(store, settings, overwrite=overwrite)
     except OSError as error:
         raise RefusedError(f"cannot write to the output {store.url}: {error}") from error
+    except RefusedError:
+        raise
+    except SurgeError as error:
+        raise RefusedError(f"{error}; choose another output, or remove that file") from error
     with lock_file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,8 +200,14 @@ def finish(store: Store, run: str) -> None:
 
 def check_paths(input_: str, output: str) -> None:
     """Raises RefusedError where the output would overwrite the input, or there is no input."""
-    source_fs, source = filesystem(input_)
-    target_fs, target = filesystem(output)
+    for option, value in (("--input", input_), ("--output", output)):
+        if not value.strip():
+            raise RefusedError(f"{option} is empty")
+    try:
+        source_fs, source = filesystem(input_)
+        target_fs, target = filesystem(output)
+    except SurgeError as error:
+        raise RefusedError(str(error)) from error
     folder = glob_root(source) if has_magic(source) else source
     if is_local(source_fs) and is_local(target_fs):
         folder, target = os.path.realpath(folder), os.path.realpath(target)
@@ -210,6 +220,12 @@ def check_paths(input_: str, output: str) -> None:
         raise RefusedError(f"cannot list the input {input_}: {error}") from error
     if not there:
         raise RefusedError(f"no such input: {input_}")
+    if is_local(source_fs) and os.path.exists(source) and not _is_file_or_folder(source):
+        raise RefusedError(f"the input {input_} is a pipe or a device; write it to a file first")
+
+
+def _is_file_or_folder(path: str) -> bool:
+    return os.path.isfile(path) or os.path.isdir(path)
 
 
 EXPECTED = frozenset(

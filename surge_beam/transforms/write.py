@@ -264,6 +264,19 @@ def letters_folder(folder: str) -> str:
 
 
 def read_json(store: Store, name: str) -> dict[str, Any] | None:
-    """A JSON file of the output, or None where it is absent."""
+    """A JSON file of the output, or None where it is absent.
+
+    Raises:
+      SurgeError: if it is no JSON object.
+    """
     data = store.get_or_none(name)
-    return None if data is None else json.loads(data)
+    if data is None:
+        return None
+    try:
+        found = json.loads(data)
+        if isinstance(found, dict):
+            return found
+        error = f"a {type(found).__name__}"
+    except ValueError as caught:
+        error = str(caught)
+    raise SurgeError(f"{store.url_of(name)} is not what this program writes: {error}")

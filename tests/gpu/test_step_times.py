@@ -107,6 +107,8 @@ def test_a_model_pool_takes_the_bytes_it_was_given(folder):
     assert free.pages == 2 * 1024 // 16, "no more than whole contexts for its sequences"
     with pytest.raises(SurgeError, match="kv_bytes"):
         load_runner(EngineConfig(model=str(folder), device="cpu", kv_bytes=100))
+    with pytest.raises(SurgeError, match="does not fit the memory; give it fewer kv_bytes"):
+        load_runner(EngineConfig(model=str(folder), device="cpu", kv_bytes=1 << 60))
 
 
 def test_the_profile_command_accounts_for_the_whole_step(folder, capsys):

@@ -242,3 +242,12 @@ def test_an_unquoted_glob_is_refused(finished: Path, tmp_path: Path) -> None:
     )
     assert line.startswith("refused: unexpected argument 'more.parquet'")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["{broken", "[1]", "\0"])
+def test_a_configuration_that_cannot_be_read_is_refused(
+    finished: Path, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "out" / "_surge").mkdir(parents=True)
+    (tmp_path / "out" / "_surge" / "config.json").write_text(content)
+    refused(tmp_path / "out", "config.json is not what", input=finished / "in")

@@ -229,12 +229,15 @@ def test_a_glob_means_what_it_matches(tmp_path: Path) -> None:
     for glob, wanted in cases.items():
         listing = list_input(f"{folder}/{glob}")
         assert ([f.name for f in listing.files], listing.passed_over) == (wanted, 0), glob
+    os.mkfifo(folder / "pipe.parquet")
+    listing = list_input(f"{folder}/*")
+    assert ([f.name for f in listing.files], listing.passed_over) == (cases["*"], 1)
     out = tmp_path / "out"
     assert run_here(input=f"{folder}/*", output=out) == 0
     assert texts_of(out) == {n.replace("[1]", "%5B1%5D").replace("_b", "%5Fb"): [n]
                              for n in cases["*"][:-1]}  # fmt: skip
     (letter,) = dead_letters(out).to_pylist()
-    assert letter["file"] == f"{folder}/g.md" and conserved(out)["files_passed_over"] == 0
+    assert letter["file"] == f"{folder}/g.md" and conserved(out)["files_passed_over"] == 1
 
 
 @pytest.mark.parametrize("name", ["nothing", "*.nothing", "empty", "_only"])

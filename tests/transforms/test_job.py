@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -96,6 +97,10 @@ def test_clear_leaves_what_is_not_ours(store: Store) -> None:
         ("file://{}/in", "in", "holds the input"),
         ("none", "out", "no such input"),
         ("in/*.none", "out", "no such input"),
+        ("", "out", "--input is empty"),
+        ("in", " ", "--output is empty"),
+        ("foo://in", "out", "cannot open foo://in"),
+        ("pipe.jsonl", "out", "is a pipe"),
         ("in", "in/out", ""),
         ("in", "in2", ""),
         ("in/*.parquet", "in/out", ""),
@@ -107,6 +112,7 @@ def test_check_paths(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.parquet").write_bytes(b"")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     if not word:
         check_paths(input_, output)
         return
