@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surge_beam.gpu.attention_plan import AttentionPlan, Ints
 from surge_beam.gpu.buffer import Buffer
+from surge_beam.gpu.kernels.compiled import kernel
 from surge_beam.gpu.work_units import work_units
 
 # Queries of a unit, that is rows times the query heads of a KV head: what is computed for one block
@@ -41,12 +42,8 @@ def attend_kernel(library: ctypes.CDLL, dtype: torch.dtype) -> Callable[..., Non
     Args:
       library: what ``load_kernels`` gave.
     """
-    name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
-    kernel: Callable[..., None] = getattr(library, f"surge_attend_{name}")
     pointer, rows = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int64)
-    kernel.argtypes = [*[pointer] * 3, *rows, *rows, *rows, pointer]  # type: ignore[attr-defined]
-    kernel.restype = None  # type: ignore[attr-defined]
-    return kernel
+    return kernel(library, "attend", dtype, *[pointer] * 3, *rows, *rows, *rows, pointer)
 
 
 class CompiledAttention:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions, TestOptions
-from apache_beam.runners.runner import create_runner
+from apache_beam.runners.runner import PipelineRunner, create_runner
 
 from surge_beam.records import RefusedError
 from surge_beam.transforms.files import Store
@@ -139,9 +139,9 @@ def run_job(
     """
     check_paths(job.input, job.output)
     options = PipelineOptions([_DEFAULT_RUNNER, *beam_args])
-    _check_runner(options.view_as(StandardOptions).runner)
+    runner = _runner(options.view_as(StandardOptions).runner)
     if options.view_as(TestOptions).dry_run:
-        _ = (pipeline := beam.Pipeline(options=options)) | "Job" >> transform(job)
+        _ = (pipeline := beam.Pipeline(runner, options=options)) | "Job" >> transform(job)
         if "dataflow" in str(options.view_as(StandardOptions).runner).lower():
             # the one runner that knows of a dry run; others would run the job
             pipeline.run()
@@ -154,7 +154,7 @@ def run_job(
         shared_guard().start()
     with exclusive(store, settings(job), overwrite=overwrite) as name:
         job = dataclasses.replace(job, run=name)
-        pipeline = beam.Pipeline(options=options)
+        pipeline = beam.Pipeline(runner, options=options)
         _ = pipeline | "Job" >> transform(job)
         with Progress(store, job.run, PLAN):
             pipeline.run().wait_until_finish()
@@ -167,9 +167,9 @@ def run_job(
     return report
 
 
-def _check_runner(name: Any) -> None:
+def _runner(name: Any) -> PipelineRunner:
     try:
-        create_runner(name)
+        return create_runner(name)
     except (ValueError, ImportError, AttributeError) as error:
         raise RefusedError(f"there is no runner {name!r}: {error}") from error
 

@@ -127,6 +127,16 @@ def first_contact(name: str, source: str, **kwargs: Any) -> Any:
     raise AssertionError("unreachable")
 
 
+def describe(url: str, columns: Sequence[str] | None = None) -> tuple[pa.Schema, dict[str, Any]]:
+    """The schema of a Parquet file, and what else the helper process tells about it.
+
+    Raises:
+      UnreadableFileError, OSError: as ``first_contact``.
+    """
+    about = first_contact("describe_parquet", url, columns=columns)
+    return pa.ipc.read_schema(pa.BufferReader(about["schema"])), about
+
+
 def source_of(file: InputFile) -> SourceFile:
     format_ = file.format or "parquet"
     return SourceFile(file.url, file.name, file.key, file.fingerprint, format_, file.compression)
@@ -204,8 +214,7 @@ class Scanner:
         keep = self.config.keep_columns
         needed = (*self.config.needed_columns, *self.config.optional_columns)
         columns = None if keep is None else [*keep, *needed]
-        about = first_contact("describe_parquet", url, columns=columns)
-        schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
+        schema, about = describe(url, columns)
         hive = hive_values(source.name)
         check_schema(schema, hive, self.config)
         for name in schema.names:
@@ -321,9 +330,7 @@ def _names(folder: str | None, value: str | int) -> bool:
 
 def _lacking(url: str, column: str, format_: str) -> str:
     """Why a text file has no such column, staged at ``url``."""
-    about = first_contact("describe_parquet", url, columns=None)
-    names = pa.ipc.read_schema(pa.BufferReader(about["schema"])).names
-    names = [name for name in names if not name.startswith(RESERVED)]
+    names = [name for name in describe(url)[0].names if not name.startswith(RESERVED)]
     why = f"no row has a column {column!r}; the file has {', '.join(map(repr, names[:20]))}"
     if column in (name.strip() for name in names):
         why += ": there is a blank beside the name"
@@ -695,8 +702,7 @@ class SuperBatchReader:
         return known
 
     def _columns(self, source: SourceFile, url: str) -> list[str]:
-        about = first_contact("describe_parquet", url, columns=None)
-        schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
+        schema, _ = describe(url)
         config, hive = self._config, hive_values(source.name)
         keep = schema.names if config.keep_columns is None else list(config.keep_columns)
         keys = set(config.partition_by or hive)

@@ -25,6 +25,7 @@ from surge_beam.transforms.read import (
     UNREADABLE,
     ReadConfig,
     check_schema,
+    describe,
     first_contact,
     source_of,
 )
@@ -146,8 +147,7 @@ def read_file(source: SourceFile, config: ReadConfig) -> Iterator[pa.RecordBatch
       SurgeError: it lacks a column, or has one of the wrong type; likewise.
     """
     with _as_parquet(source, config) as (url, letters):
-        about = first_contact("describe_parquet", source=url, columns=None)
-        schema = pa.ipc.read_schema(pa.BufferReader(about["schema"]))
+        schema, about = describe(url)
         hive = hive_values(source.name)
         check_schema(schema, hive, config)
         added = _added_columns(source, schema, hive, config)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 SOURCES = ("attention.cpp", "elementwise.cpp", "linear.cpp")
 _HEADERS = ("vectors.h",)
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # By what torch says the processor has (and ATEN_CPU_CAPABILITY may lower).
 _FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
@@ -55,6 +57,19 @@ def load_kernels(capability: str | None = None) -> ctypes.CDLL | None:
             str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
         )
         return None
+
+
+def kernel(
+    library: ctypes.CDLL, name: str, dtype: torch.dtype, *types: type
+) -> Callable[..., None]:
+    """A kernel of a library for tensors of a dtype, with the C types of its arguments.
+
+    Args:
+      dtype: one of ``DTYPES``.
+    """
+    found: Callable[..., None] = getattr(library, f"surge_{name}_{DTYPES[dtype]}")
+    found.argtypes, found.restype = types, None  # type: ignore[attr-defined]
+    return found
 
 
 def _digest(flags: tuple[str, ...]) -> str:

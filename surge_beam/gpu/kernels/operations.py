@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -22,14 +21,12 @@ from surge_beam.gpu.attention import TorchAttention
 from surge_beam.gpu.attention_plan import AttentionPlan
 from surge_beam.gpu.buffer import Buffer
 from surge_beam.gpu.cpu_attention import CompiledAttention, attend_kernel
-from surge_beam.gpu.kernels.compiled import load_kernels
+from surge_beam.gpu.kernels.compiled import DTYPES, kernel, load_kernels
 from surge_beam.gpu.models.linear import ACTIVATIONS
 from surge_beam.gpu.models.rope import rotate
 from surge_beam.gpu.sampling import Chooser
 
 _log = logging.getLogger(__name__)
-
-_COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Attention(Protocol):
@@ -157,23 +154,19 @@ class CompiledOperations(TorchOperations):
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, reuse: bool = False) -> None:
-        def kernel(name: str, *types: type) -> Callable[..., None]:
-            found = getattr(library, f"surge_{name}_{_COMPILED_DTYPES[dtype]}")
-            found.argtypes, found.restype = types, None
-            return found
-
         self._dtype = dtype
         self._buffers = {n: Buffer() for n in ("attention", "norm", "gated")} if reuse else {}
         int_, pointer = ctypes.c_int64, ctypes.c_void_p
         self.attend = attend_kernel(library, dtype)
-        self._add_norm = kernel("add_norm", *[int_] * 3, ctypes.c_float, *[pointer] * 4)
-        self._rotate = kernel("rotate", *[int_] * 5, *[pointer] * 3)
-        self._silu_mul = kernel("silu_mul", *[int_] * 3, *[pointer] * 2)
+        of = functools.partial(kernel, library)
+        self._add_norm = of("add_norm", dtype, *[int_] * 3, ctypes.c_float, *[pointer] * 4)
+        self._rotate = of("rotate", dtype, *[int_] * 5, *[pointer] * 3)
+        self._silu_mul = of("silu_mul", dtype, *[int_] * 3, *[pointer] * 2)
 
     @staticmethod
     def takes(dtype: torch.dtype, *sizes: int) -> bool:
         """True if tensors of this dtype with rows of these sizes can be computed."""
-        return dtype in _COMPILED_DTYPES and all(size % 4 == 0 for size in sizes)
+        return dtype in DTYPES and all(size % 4 == 0 for size in sizes)
 
     def attention(
         self, plan: AttentionPlan, keys: Tensor, *, heads: int, scale: float

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surge_beam.gpu.buffer import Buffer
-from surge_beam.gpu.kernels.compiled import load_kernels
+from surge_beam.gpu.kernels.compiled import kernel, load_kernels
 
 _PACK_ROWS = 32
 _LARGEST_STEP = 64
@@ -101,10 +101,8 @@ class CompiledLinear(Linear):
         self._buffer = buffer
         self._columns = int(library.surge_panel_columns())
         super().__init__(weight, None if bias is None else self._whole(bias))
-        narrow = self.weight.dtype == torch.bfloat16
-        self._multiply = library.surge_linear_bfloat16 if narrow else library.surge_linear_float32
-        self._multiply.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_void_p] * 4
-        self._multiply.restype = None
+        types = [ctypes.c_int64] * 4 + [ctypes.c_void_p] * 4
+        self._multiply = kernel(library, "linear", self.weight.dtype, *types)
 
     def _whole(self, x: Tensor) -> Tensor:
         """Its first dimension filled up with zeros to whole panels."""
