@@ -5,7 +5,8 @@ The device is calibrated first, unless a profile is given. Each cell of the grid
 own: random tokens, so that nothing is shared, and output lengths that are forced (geometric, up to
 four times their mean). As many are unfinished as the cell's concurrency says, and each of them has
 a slot. In the two shifts the second half of the requests is of another kind. All schedules get the
-same requests, one schedule after the other, in an order that rotates from round to round.
+same requests, each on an engine of its own, and take turns step by step: the next step is of the
+engine that has used the least time, so that whatever else slows the machine slows all of them.
 
 EB+ is compared with whichever of the others has the lower median, within each round; the median of
 these ratios is to be at most 1.03.
@@ -116,57 +117,78 @@ def random_prompts(trace: Trace, vocabulary: int, seed: int) -> Prompts:
     return [tuple(random.integers(0, vocabulary, n).tolist()) for n in trace.prompts]
 
 
-def drive(engine: Engine, trace: Trace, prompts: Prompts) -> tuple[float, list[tuple[int, ...]]]:
-    """Seconds until all requests have ended, and their tokens.
+class Drive:
+    """An engine on its way through the requests of a trace.
 
-    Raises:
-      RuntimeError: if one ends with fewer or more tokens than the trace says.
+    Attributes:
+      seconds: that its steps have taken.
     """
-    wanted, limits = trace.outputs.tolist(), trace.concurrency.tolist()
-    requests = [
-        Request(
-            custom_id=str(i),
-            prompt_ids=ids,
-            sampling=SamplingParams(max_tokens=tokens, ignore_eos=True),
-        )
-        for i, (ids, tokens) in enumerate(zip(prompts, wanted, strict=True))
-    ]
-    outputs: dict[int, tuple[int, ...]] = {}
-    coming = 0
-    began = time.perf_counter()
-    while len(outputs) < len(requests):
-        while coming < len(requests) and coming - len(outputs) < limits[coming]:
-            engine.submit(requests[coming])
-            coming += 1
-        engine.step()
-        outputs |= {int(done.custom_id): done.token_ids for done in engine.finished()}
-    seconds = time.perf_counter() - began
-    wrong = [i for i, tokens in enumerate(wanted) if len(outputs[i]) != tokens]
-    if wrong:
-        raise RuntimeError(f"requests {wrong[:8]} ended before or after their forced length")
-    return seconds, [outputs[i] for i in range(len(requests))]
+
+    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts) -> None:
+        self.engine, self.seconds = engine, 0.0
+        self._limits, self._wanted = trace.concurrency.tolist(), trace.outputs.tolist()
+        self._requests = [
+            Request(
+                custom_id=str(i),
+                prompt_ids=ids,
+                sampling=SamplingParams(max_tokens=tokens, ignore_eos=True),
+            )
+            for i, (ids, tokens) in enumerate(zip(prompts, self._wanted, strict=True))
+        ]
+        self._outputs: dict[int, tuple[int, ...]] = {}
+        self._coming = 0
+
+    @property
+    def done(self) -> bool:
+        return len(self._outputs) == len(self._requests)
+
+    def step(self) -> None:
+        """Submits what may come, and runs a step."""
+        began = time.perf_counter()
+        while (
+            self._coming < len(self._requests)
+            and self._coming - len(self._outputs) < self._limits[self._coming]
+        ):
+            self.engine.submit(self._requests[self._coming])
+            self._coming += 1
+        self.engine.step()
+        self._outputs |= {int(c.custom_id): c.token_ids for c in self.engine.finished()}
+        self.seconds += time.perf_counter() - began
+
+    def outputs(self) -> list[tuple[int, ...]]:
+        """The tokens of every request.
+
+        Raises:
+          RuntimeError: if one ended with fewer or more tokens than the trace says.
+        """
+        wrong = [i for i, n in enumerate(self._wanted) if len(self._outputs[i]) != n]
+        if wrong:
+            raise RuntimeError(f"requests {wrong[:8]} ended before or after their forced length")
+        return [self._outputs[i] for i in range(len(self._requests))]
 
 
 def run_cell(
-    config: EngineConfig, runner: Runner, cell: Cell, prompts: Prompts, order: Sequence[str]
+    config: EngineConfig, runners: Mapping[str, Runner], cell: Cell, prompts: Prompts
 ) -> dict[str, dict[str, Any]]:
     """Seconds and steps of each schedule, and how many outputs are those of the first one."""
     from surge_beam.gpu.engine import Engine
 
-    found: dict[str, dict[str, Any]] = {}
-    first: list[tuple[int, ...]] = []
-    for schedule in order:
+    drives: dict[str, Drive] = {}
+    for schedule, runner in runners.items():
         recipe = dataclasses.replace(config, schedule=schedule, max_sequences=cell.slots)
         # a new page table over the same pool, so that its memory is touched once
-        engine = Engine(recipe, runner=runner)
-        seconds, outputs = drive(engine, cell.trace, prompts)
-        first = first or outputs
-        found[schedule] = {
-            "seconds": seconds,
-            "steps": dict(engine.stats.steps),
-            "same": sum(a == b for a, b in zip(first, outputs, strict=True)),
+        drives[schedule] = Drive(Engine(recipe, runner=runner), cell.trace, prompts)
+    while waiting := [drive for drive in drives.values() if not drive.done]:
+        min(waiting, key=lambda drive: drive.seconds).step()
+    first = next(iter(drives.values())).outputs()
+    return {
+        schedule: {
+            "seconds": drive.seconds,
+            "steps": dict(drive.engine.stats.steps),
+            "same": sum(a == b for a, b in zip(first, drive.outputs(), strict=True)),
         }
-    return found
+        for schedule, drive in drives.items()
+    }
 
 
 def judge(seconds: Mapping[str, Sequence[float]]) -> tuple[str, list[float]]:
@@ -196,23 +218,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "cells": [{"name": cell.name, "requests": len(cell.trace)} for cell in cells],
         "rounds": [],
     }
-    runner = load_runner(config)
-    prompts = [random_prompts(c.trace, runner.vocabulary, seed) for seed, c in enumerate(cells)]
+    runners = {schedule: load_runner(config) for schedule in SCHEDULES}
+    vocabulary, context = runners["eb"].vocabulary, runners["eb"].context_length
+    prompts = [random_prompts(c.trace, vocabulary, seed) for seed, c in enumerate(cells)]
     longest = max(int((cell.trace.prompts + cell.trace.outputs).max()) for cell in cells)
-    if longest > runner.context_length:
-        raise SystemExit(f"the grid needs a context of {longest}, not {runner.context_length}")
-    run_cell(config, runner, cells[0], prompts[0], SCHEDULES[:1])  # a warm-up
+    if longest > context:
+        raise SystemExit(f"the grid needs a context of {longest}, not {context}")
+    run_cell(config, runners, cells[0], prompts[0])  # a warm-up
     for number in range(args.rounds):
-        turn = number % len(SCHEDULES)
-        order = SCHEDULES[turn:] + SCHEDULES[:turn]
         results["rounds"].append([])
         for cell, ids in zip(cells, prompts, strict=True):
-            found = run_cell(config, runner, cell, ids, order)
+            found = run_cell(config, runners, cell, ids)
             results["rounds"][-1].append(found)
             times = ", ".join(f"{name} {run['seconds']:.1f} s" for name, run in found.items())
             say(f"round {number + 1}, {cell.name}: {times}")
             save(args.json, results)
-    runner.close()
+    for runner in runners.values():
+        runner.close()
     return results
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from benchmarks.phases import (
     REQUESTS,
     SCHEDULES,
     SHIFT_REQUESTS,
-    drive,
+    Drive,
     grid,
     judge,
     random_prompts,
@@ -25,6 +26,7 @@ from benchmarks.phases import (
 )
 from surge_beam.gpu.dummy_runner import DummyRunner
 from surge_beam.gpu.engine import Engine
+from surge_beam.gpu.runner import Sampled, StepBatch
 from surge_beam.policy.simulate import join_traces, synthetic_trace
 from surge_beam.policy.step_costs import CAUTIOUS
 from surge_beam.records import EngineConfig, Request
@@ -88,7 +90,10 @@ def test_no_more_are_unfinished_than_the_trace_allows() -> None:
     many = synthetic_trace(20, 20, 10, seed=1, concurrency=8)
     trace = join_traces([few, many])
     with Watched(CONFIG, runner=runner()) as engine:
-        _, outputs = drive(engine, trace, random_prompts(trace, 256, 0))
+        drive = Drive(engine, trace, random_prompts(trace, 256, 0))
+        while not drive.done:
+            drive.step()
+        outputs = drive.outputs()
     assert [len(tokens) for tokens in outputs] == trace.outputs.tolist()
     assert (engine.left_after[11], engine.most) == (3, 8)
 
@@ -97,17 +102,18 @@ def test_a_length_that_is_not_reached_is_refused() -> None:
     trace = synthetic_trace(
         4, 30, 20, seed=0, prompt_law="fixed", output_law="fixed", concurrency=4
     )
-    with (
-        Engine(CONFIG, runner=runner(context_length=40)) as engine,
-        pytest.raises(RuntimeError, match="ended before or after their forced length"),
-    ):
-        drive(engine, trace, random_prompts(trace, 256, 0))
+    with Engine(CONFIG, runner=runner(context_length=40)) as engine:
+        drive = Drive(engine, trace, random_prompts(trace, 256, 0))
+        while not drive.done:
+            drive.step()
+        with pytest.raises(RuntimeError, match="ended before or after their forced length"):
+            drive.outputs()
 
 
 def test_schedules_decode_the_same_and_step_differently() -> None:
     cell = next(c for c in grid(0.5) if c.slots == 16)
     prompts = random_prompts(cell.trace, 256, 0)
-    found = run_cell(CONFIG, runner(), cell, prompts, SCHEDULES)
+    found = run_cell(CONFIG, {schedule: runner() for schedule in SCHEDULES}, cell, prompts)
     assert [found[s]["same"] for s in SCHEDULES] == [len(cell.trace)] * 3
     assert "mixed" not in found["eb"]["steps"] and found["mb"]["steps"]["mixed"] > 0
 
@@ -156,5 +162,28 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert " of 9 cells within 3 %" in printed
     found = json.loads(raw.read_text("utf-8"))
     assert [len(cells) for cells in found["rounds"]] == [9, 9]
-    # whoever comes first pays for what is cold
-    assert [next(iter(cells[0])) for cells in found["rounds"]] == ["eb", "mb"]
+
+
+def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = 0.0, ""
+
+    class Timed(DummyRunner):
+        def __init__(self, name: str, takes: float) -> None:
+            super().__init__(512, CONFIG.page_size)
+            self.name, self.takes = name, takes
+
+        def step(self, batch: StepBatch) -> Sampled:
+            nonlocal now, order
+            now += self.takes
+            order += self.name
+            return super().step(batch)
+
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: now))
+    cell = grid(0.2)[0]
+    runners = {"eb": Timed("e", 1.0), "mb": Timed("m", 2.5)}
+    found = run_cell(CONFIG, runners, cell, random_prompts(cell.trace, 256, 0))
+    assert order.startswith("emeemeeem")
+    assert {s: run["seconds"] for s, run in found.items()} == {
+        "eb": order.count("e"),
+        "mb": 2.5 * order.count("m"),
+    }
