@@ -3,16 +3,18 @@
 
 The engine runs a shared workload (few-shot prompts of several tasks, in random order) and one in
 which nothing is shared (one question a document). Attention that is not prefix-aware reads every
-sequence's KV alone; pages are shared in all cases but the last. Settings take turns; ratios are
-taken within a round, then their median.
+sequence's KV alone; pages are shared in all cases but the last. All requests wait from the start.
+Each setting has an engine of its own, and they take turns step by step; ratios are taken within a
+round, then their median.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import random
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from benchmarks.common import (
     spread,
     table,
 )
+from benchmarks.turns import Drive, take_turns
 from tests.gpu.real_prompts import few_shot, over_documents
 
 # name -> admission, prefix-aware attention, share_prefixes
@@ -82,7 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from surge_beam.gpu.text_tokenizer import load_text_tokenizer
     from surge_beam.records import EngineConfig, Request, SamplingParams
 
-    share_groups = model_runner.share_groups
+    grouping = {True: model_runner.share_groups, False: _alone}
+
+    def group(aware: bool) -> None:
+        model_runner.share_groups = grouping[aware]
+
     base = EngineConfig(
         dtype="float32",
         device="cpu",
@@ -90,6 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         kv_bytes=1 << 30,
         profile=args.profile,
     )
+    configs = {
+        name: dataclasses.replace(base, admission=admission, share_prefixes=shares)
+        for name, (admission, _, shares) in SETTINGS.items()
+    }
+    runners = {name: load_model_runner(config) for name, config in configs.items()}
     sampling = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for load, prompts in workloads(load_text_tokenizer(base), args.rows).items():
@@ -99,31 +111,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         results[load] = {name: [] for name in SETTINGS}
         for number in range(args.rounds):
-            turn = number % len(SETTINGS)
-            for name in [*SETTINGS][turn:] + [*SETTINGS][:turn]:
-                admission, aware, shares = SETTINGS[name]
-                model_runner.share_groups = share_groups if aware else _alone
-                config = type(base)(
-                    **{**vars(base), "admission": admission, "share_prefixes": shares}
+            drives = {
+                name: Drive(
+                    Engine(configs[name], runner=runners[name]),
+                    requests,
+                    before=functools.partial(group, aware),
                 )
-                runner = load_model_runner(config)
-                with Engine(config, runner=runner) as engine:
-                    began = time.perf_counter()
-                    done = {c.custom_id: c.token_ids for c in engine.stream(iter(requests))}
-                    seconds = time.perf_counter() - began
-                stats = engine.stats
+                for name, (_, aware, _) in SETTINGS.items()
+            }
+            take_turns(drives.values())
+            for name, drive in drives.items():
+                stats = drive.engine.stats
                 results[load][name].append(
                     {
-                        "seconds": seconds,
+                        "seconds": drive.seconds,
                         "saved": stats.prefix_tokens_saved,
                         "refusals": stats.refusals,
                         "read": stats.kv_bytes_read,
                         "unshared": stats.kv_bytes_unshared,
-                        "tokens": [done[str(i)] for i in range(len(requests))],
+                        "tokens": [drive.outputs[str(i)] for i in range(len(requests))],
                     }
                 )
-                say(f"{load}, round {number + 1}, {name}: {seconds:.1f} s")
-        model_runner.share_groups = share_groups
+                say(f"{load}, round {number + 1}, {name}: {drive.seconds:.1f} s")
+    group(True)
     lines = [describe_machine(about), ""]
     for load, found in results.items():
         reference, rows = found[BASE][0]["tokens"], []

@@ -40,12 +40,14 @@ def cores() -> int:
 def in_fresh_process(target: str, params: dict[str, Any], *, timeout: float = 7200) -> Any:
     """Calls ``module:function`` with ``params`` in a new interpreter; returns what it returns.
 
-    Threads are left to the called code: variables that set their number are taken out.
+    Threads are left to the called code: variables that set their number are taken out. Arrow
+    takes its memory from the system, as under our command lines.
     """
     env = {k: v for k, v in os.environ.items() if k not in _INHERITED_SETTINGS}
     path = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
     env.update(
         PYTHONPATH=os.pathsep.join(path),
+        ARROW_DEFAULT_MEMORY_POOL="system",
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         TQDM_DISABLE="1",

@@ -5,8 +5,7 @@ The device is calibrated first, unless a profile is given. Each cell of the grid
 own: random tokens, so that nothing is shared, and output lengths that are forced (geometric, up to
 four times their mean). As many are unfinished as the cell's concurrency says, and each of them has
 a slot. In the two shifts the second half of the requests is of another kind. All schedules get the
-same requests, each on an engine of its own, and take turns step by step: the next step is of the
-engine that has used the least time, so that whatever else slows the machine slows all of them.
+same requests, each on an engine of its own, and take turns step by step.
 
 EB+ is compared with whichever of the others has the lower median, within each round; the median of
 these ratios is to be at most 1.03.
@@ -18,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +36,7 @@ from benchmarks.common import (
     spread,
     table,
 )
+from benchmarks.turns import Drive, take_turns
 from surge_beam.policy.simulate import Trace, join_traces, synthetic_trace
 from surge_beam.records import EngineConfig, Request, SamplingParams
 
@@ -117,54 +116,30 @@ def random_prompts(trace: Trace, vocabulary: int, seed: int) -> Prompts:
     return [tuple(random.integers(0, vocabulary, n).tolist()) for n in trace.prompts]
 
 
-class Drive:
-    """An engine on its way through the requests of a trace.
+def drive(engine: Engine, trace: Trace, prompts: Prompts) -> Drive:
+    """An engine that is to go through a trace."""
+    requests = [
+        Request(
+            custom_id=str(i),
+            prompt_ids=ids,
+            sampling=SamplingParams(max_tokens=tokens, ignore_eos=True),
+        )
+        for i, (ids, tokens) in enumerate(zip(prompts, trace.outputs.tolist(), strict=True))
+    ]
+    return Drive(engine, requests, trace.concurrency.tolist())
 
-    Attributes:
-      seconds: that its steps have taken.
+
+def outputs(done: Drive, trace: Trace) -> list[tuple[int, ...]]:
+    """The tokens of every request.
+
+    Raises:
+      RuntimeError: if one ended with fewer or more tokens than the trace says.
     """
-
-    def __init__(self, engine: Engine, trace: Trace, prompts: Prompts) -> None:
-        self.engine, self.seconds = engine, 0.0
-        self._limits, self._wanted = trace.concurrency.tolist(), trace.outputs.tolist()
-        self._requests = [
-            Request(
-                custom_id=str(i),
-                prompt_ids=ids,
-                sampling=SamplingParams(max_tokens=tokens, ignore_eos=True),
-            )
-            for i, (ids, tokens) in enumerate(zip(prompts, self._wanted, strict=True))
-        ]
-        self._outputs: dict[int, tuple[int, ...]] = {}
-        self._coming = 0
-
-    @property
-    def done(self) -> bool:
-        return len(self._outputs) == len(self._requests)
-
-    def step(self) -> None:
-        """Submits what may come, and runs a step."""
-        began = time.perf_counter()
-        while (
-            self._coming < len(self._requests)
-            and self._coming - len(self._outputs) < self._limits[self._coming]
-        ):
-            self.engine.submit(self._requests[self._coming])
-            self._coming += 1
-        self.engine.step()
-        self._outputs |= {int(c.custom_id): c.token_ids for c in self.engine.finished()}
-        self.seconds += time.perf_counter() - began
-
-    def outputs(self) -> list[tuple[int, ...]]:
-        """The tokens of every request.
-
-        Raises:
-          RuntimeError: if one ended with fewer or more tokens than the trace says.
-        """
-        wrong = [i for i, n in enumerate(self._wanted) if len(self._outputs[i]) != n]
-        if wrong:
-            raise RuntimeError(f"requests {wrong[:8]} ended before or after their forced length")
-        return [self._outputs[i] for i in range(len(self._requests))]
+    found = [done.outputs[str(i)] for i in range(len(trace))]
+    wrong = [i for i, n in enumerate(trace.outputs.tolist()) if len(found[i]) != n]
+    if wrong:
+        raise RuntimeError(f"requests {wrong[:8]} ended before or after their forced length")
+    return found
 
 
 def run_cell(
@@ -177,17 +152,17 @@ def run_cell(
     for schedule, runner in runners.items():
         recipe = dataclasses.replace(config, schedule=schedule, max_sequences=cell.slots)
         # a new page table over the same pool, so that its memory is touched once
-        drives[schedule] = Drive(Engine(recipe, runner=runner), cell.trace, prompts)
-    while waiting := [drive for drive in drives.values() if not drive.done]:
-        min(waiting, key=lambda drive: drive.seconds).step()
-    first = next(iter(drives.values())).outputs()
+        drives[schedule] = drive(Engine(recipe, runner=runner), cell.trace, prompts)
+    take_turns(drives.values())
+    tokens = {schedule: outputs(done, cell.trace) for schedule, done in drives.items()}
+    first = next(iter(tokens.values()))
     return {
         schedule: {
-            "seconds": drive.seconds,
-            "steps": dict(drive.engine.stats.steps),
-            "same": sum(a == b for a, b in zip(first, drive.outputs(), strict=True)),
+            "seconds": done.seconds,
+            "steps": dict(done.engine.stats.steps),
+            "same": sum(a == b for a, b in zip(first, tokens[schedule], strict=True)),
         }
-        for schedule, drive in drives.items()
+        for schedule, done in drives.items()
     }
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+
+# Arrow reads it when it is loaded. Its other pools keep what each of its threads has freed.
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 from surge_beam.gpu.encoder import model_identity
 from surge_beam.records import EncoderConfig

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+
+# Arrow reads it when it is loaded. Its other pools keep what each of its threads has freed.
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 from surge_beam.gpu.encoder import files_identity
 from surge_beam.gpu.text_tokenizer import kv_bytes_per_token

@@ -10,20 +10,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import phases
+from benchmarks import phases, turns
 from benchmarks.phases import (
     OUTPUTS,
     PROMPTS,
     REQUESTS,
     SCHEDULES,
     SHIFT_REQUESTS,
-    Drive,
+    drive,
     grid,
     judge,
+    outputs,
     random_prompts,
     render,
     run_cell,
 )
+from benchmarks.turns import take_turns
 from surge_beam.gpu.dummy_runner import DummyRunner
 from surge_beam.gpu.engine import Engine
 from surge_beam.gpu.runner import Sampled, StepBatch
@@ -90,11 +92,9 @@ def test_no_more_are_unfinished_than_the_trace_allows() -> None:
     many = synthetic_trace(20, 20, 10, seed=1, concurrency=8)
     trace = join_traces([few, many])
     with Watched(CONFIG, runner=runner()) as engine:
-        drive = Drive(engine, trace, random_prompts(trace, 256, 0))
-        while not drive.done:
-            drive.step()
-        outputs = drive.outputs()
-    assert [len(tokens) for tokens in outputs] == trace.outputs.tolist()
+        driven = drive(engine, trace, random_prompts(trace, 256, 0))
+        take_turns([driven])
+    assert [len(tokens) for tokens in outputs(driven, trace)] == trace.outputs.tolist()
     assert (engine.left_after[11], engine.most) == (3, 8)
 
 
@@ -103,11 +103,10 @@ def test_a_length_that_is_not_reached_is_refused() -> None:
         4, 30, 20, seed=0, prompt_law="fixed", output_law="fixed", concurrency=4
     )
     with Engine(CONFIG, runner=runner(context_length=40)) as engine:
-        drive = Drive(engine, trace, random_prompts(trace, 256, 0))
-        while not drive.done:
-            drive.step()
-        with pytest.raises(RuntimeError, match="ended before or after their forced length"):
-            drive.outputs()
+        driven = drive(engine, trace, random_prompts(trace, 256, 0))
+        take_turns([driven])
+    with pytest.raises(RuntimeError, match="ended before or after their forced length"):
+        outputs(driven, trace)
 
 
 def test_schedules_decode_the_same_and_step_differently() -> None:
@@ -178,7 +177,7 @@ def test_the_engine_that_has_used_the_least_time_is_next(monkeypatch: pytest.Mon
             order += self.name
             return super().step(batch)
 
-    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now))
     cell = grid(0.2)[0]
     runners = {"eb": Timed("e", 1.0), "mb": Timed("m", 2.5)}
     found = run_cell(CONFIG, runners, cell, random_prompts(cell.trace, 256, 0))

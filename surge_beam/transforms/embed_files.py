@@ -23,6 +23,7 @@ from surge_beam.policy.superbatch import Limits, memory_bound
 from surge_beam.records import DeadLetter, EncoderConfig, SuperBatchPlan, unpack
 from surge_beam.transforms.files import InputFile, Store, absolute_model, digest
 from surge_beam.transforms.guard import UnreadableFileError, shared_guard
+from surge_beam.transforms.memory import give_back_freed_memory
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
 from surge_beam.transforms.plan_files import (
@@ -340,6 +341,7 @@ class _Encode(beam.DoFn):
             "peak_memory": peak_rss(),
         }
         self._committer.commit(read.plan.id, segments, header)
+        give_back_freed_memory()
         return header, sorted({s.segment.fingerprint for s in segments if s.segment.parts > 1})
 
     def _added(self, matrix: np.ndarray) -> dict[str, pa.Array]:

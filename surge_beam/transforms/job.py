@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -13,8 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from typing import IO, Any
-
-import pyarrow as pa
 
 from surge_beam.records import RefusedError, SurgeError
 from surge_beam.transforms import manifest, stats_files
@@ -34,24 +31,6 @@ CONFIG = "_surge/config.json"
 LOCK = "_surge/lock"
 BATCH_FILES = ("output.jsonl", "errors.jsonl")
 FORMAT_VERSION = 1
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_M_ARENA_MAX = -8
-
-
-def share_freed_memory() -> None:
-    """Makes the threads of this process use each other's freed memory, rather than pools of theirs.
-
-    A job's threads allocate in turns, and what each has ever held would add up. What is freed goes
-    back to the system from 64 MiB on, not at once: a model's layers would otherwise get every
-    result of some MiB anew from the system, a page fault a page.
-    """
-    pa.set_memory_pool(pa.system_memory_pool())
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)  # glibc's; others have no such function
-        libc.mallopt(_M_ARENA_MAX, 2)
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most there is
-        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def run_name(store: Store, now: float) -> str:

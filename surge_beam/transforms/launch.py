@@ -25,8 +25,8 @@ from surge_beam.transforms.job import (
     exclusive,
     explain,
     finish,
-    share_freed_memory,
 )
+from surge_beam.transforms.memory import share_freed_memory
 from surge_beam.transforms.plan_files import PLAN, FileJob
 from surge_beam.transforms.progress import Progress
 from surge_beam.transforms.report import Summarise, build_report, write_report

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ ROW_LETTERS = "_surge/dead_letters/rows"
 PENDING = "_surge/pending"
 WRITERS = 4
 ROW_GROUP_BYTES = 8 << 20
+LARGE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Committer:
         self.config = config
         self.run = run
         self._pool = ThreadPoolExecutor(WRITERS, "surge-write")
+        # One at a time: while Arrow writes vectors it holds as much again for their row group.
+        self._large = threading.Lock()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -176,10 +180,11 @@ class Committer:
 
     def _put(self, name: str, table: pa.Table, rows: int) -> dict[str, Any]:
         vectors = [self.config.vector_column]
-        if self.store.local and table.nbytes > ROW_GROUP_BYTES:
+        if self.store.local and table.nbytes > LARGE_BYTES:
             with self.store.writing(name) as file:
                 sink = _Digesting(file)
-                write_parquet(table, sink, vectors)
+                with self._large:
+                    write_parquet(table, sink, vectors)
             size, checksum = sink.size, sink.digest.hexdigest()
         else:
             stream = pa.BufferOutputStream()

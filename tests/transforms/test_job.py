@@ -2,12 +2,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from surge_beam.records import RefusedError, SurgeError
@@ -23,7 +19,6 @@ from surge_beam.transforms.job import (
     finish,
     named,
     run_name,
-    share_freed_memory,
 )
 
 
@@ -148,40 +143,3 @@ def test_explain_a_full_disk(number: int) -> None:
     kind, message = explain(RuntimeError(f"Traceback\n{text}\n"), "/out")
     assert kind == "OSError"
     assert message == f"the disk of the output /out is full: [Errno {number}] no room: '/out/x'"
-
-
-def test_arrow_takes_the_systems_allocator() -> None:
-    before = pa.default_memory_pool()
-    try:
-        share_freed_memory()
-        assert pa.default_memory_pool().backend_name == "system"
-    finally:
-        pa.set_memory_pool(before)
-
-
-_TAKES_BLOCKS_AGAIN = """
-import resource, sys, threading
-import numpy as np
-from surge_beam.transforms.job import share_freed_memory
-
-def faults(mib, count):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(count):
-        np.empty(mib << 20, np.uint8)[:: 4096] = 1
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-share_freed_memory()
-found = []
-thread = threading.Thread(target=lambda: found.extend(faults(12, count) for count in (2, 40)))
-thread.start(), thread.join()
-print(found[1])
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator than glibc's")
-def test_large_blocks_are_taken_again_rather_than_got_anew() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _TAKES_BLOCKS_AGAIN], capture_output=True, text=True, check=True
-    )
-    pages = 40 * (12 << 20) // 4096
-    assert int(done.stdout) < pages // 4

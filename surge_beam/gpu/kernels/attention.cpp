@@ -168,10 +168,25 @@ inline void weigh_rows(const float* weights, const T* const* values, int64_t cou
   for (; d < dim; d += W) weigh_block<W, R, 1>(weights, values, count, d, dim, output);
 }
 
+// Where the keys ``first`` and after of a unit and head lie in the pool; how many, a block at most.
+inline int64_t locate(const AttentionUnits& p, int64_t unit, int64_t head, int64_t first,
+                      int64_t* offsets) {
+  const int64_t* pages = p.pages + p.page_base[unit];
+  const int64_t size = std::min<int64_t>(kKeys, p.last_key[unit] - first);
+  int64_t page = first / p.page_size, inside = first % p.page_size;
+  for (int64_t k = 0; k < size; ++k) {
+    offsets[k] = head * p.head_stride + (pages[page] * p.page_size + inside) * p.slot_stride;
+    if (++inside == p.page_size) inside = 0, ++page;
+  }
+  return size;
+}
+
+// A piece of work is a unit for one head. Work ``then`` is probably what this thread does next.
 template <int W, class T>
-void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* keys,
+void attend_unit(const AttentionUnits& p, int64_t work, int64_t then, const T* keys,
                  const T* values, const T* query, int64_t query_stride, T* out,
                  int64_t out_stride, Scratch& s) {
+  const int64_t unit = work / p.kv_heads, head = work % p.kv_heads;
   const int64_t dim = p.dim, group = p.group, heads = p.kv_heads * group;
   const int64_t* rows = p.rows + p.first_row[unit];
   const int64_t count = p.row_count[unit], queries = count * group;
@@ -191,21 +206,10 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
     for (int64_t d = 0; d < group * dim; d += W) store<W>(to + d, load<W>(from + d) * p.scale);
   }
   const int64_t begin = p.first_key[unit], end = p.last_key[unit];
-  const int64_t* pages = p.pages + p.page_base[unit];
-  const int64_t base = head * p.head_stride;
-  int64_t offsets[2][kKeys];  // of this block's keys in the pool, and of the next one's
+  int64_t offsets[2][kKeys];  // of this block's keys in the pool, and of what is read next
   const T *key_rows[kKeys], *value_rows[kKeys];
-  auto locate = [&](int64_t first, int64_t size, int64_t* to) {
-    int64_t page = first / p.page_size, inside = first % p.page_size;
-    for (int64_t k = 0; k < size; ++k) {
-      to[k] = base + (pages[page] * p.page_size + inside) * p.slot_stride;
-      if (++inside == p.page_size) inside = 0, ++page;
-    }
-  };
-  locate(begin, std::min<int64_t>(kKeys, end - begin), offsets[0]);
+  int64_t size = locate(p, unit, head, begin, offsets[0]);
   for (int64_t first = begin, turn = 0; first < end; first += kKeys, turn ^= 1) {
-    const int64_t size = std::min<int64_t>(kKeys, end - first);
-    const int64_t next = std::clamp<int64_t>(end - first - kKeys, 0, kKeys);
     for (int64_t k = 0; k < size; ++k) {
       key_rows[k] = keys + offsets[turn][k];
       value_rows[k] = values + offsets[turn][k];
@@ -259,10 +263,14 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
         for (int64_t d = 0; d < dim; d += W) store<W>(output + d, load<W>(output + d) * fade);
       }
     }
-    locate(first + kKeys, next, offsets[turn ^ 1]);
+    int64_t ahead = 0;
+    if (first + kKeys < end)
+      ahead = locate(p, unit, head, first + kKeys, offsets[turn ^ 1]);
+    else if (const int64_t other = then / p.kv_heads; other < p.units)
+      ahead = locate(p, other, then % p.kv_heads, p.first_key[other], offsets[turn ^ 1]);
     for (int64_t k = 0; k < size; k += kSome) {
-      for (int64_t j = k; j < std::min(next, k + kSome); ++j)
-        prefetch(keys + offsets[turn ^ 1][j], dim);
+      const int64_t until = k + kSome < size ? std::min<int64_t>(ahead, k + kSome) : ahead;
+      for (int64_t j = k; j < until; ++j) prefetch(keys + offsets[turn ^ 1][j], dim);
       int64_t i = 0;
       for (; i + kRows <= queries; i += kRows) {
         const int64_t end = *std::max_element(s.ends.data() + i, s.ends.data() + i + kRows);
@@ -273,6 +281,7 @@ void attend_unit(const AttentionUnits& p, int64_t unit, int64_t head, const T* k
         weigh_rows<W, 1>(s.scores.data() + i * kKeys + k, value_rows + k,
                          std::min<int64_t>(kSome, s.ends[i] - k), dim, s.output.data() + i * dim);
     }
+    size = ahead;
   }
 
   for (int64_t r = 0; r < count; ++r) {
@@ -335,9 +344,9 @@ void attend(const AttentionUnits& p, T* keys, T* values, const T* query, int64_t
       append(p, t, values, value + t * value_stride);
     }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t u = 0; u < p.units * p.kv_heads; ++u)
-      attend_unit<W>(p, u / p.kv_heads, u % p.kv_heads, keys, values, query, query_stride, out,
-                     out_stride, scratch);
+    for (int64_t work = 0; work < p.units * p.kv_heads; ++work)
+      attend_unit<W>(p, work, work + p.threads, keys, values, query, query_stride, out, out_stride,
+                     scratch);
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < p.merged; ++r)
       for (int64_t h = 0; h < heads; ++h)
