@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -69,29 +67,6 @@ def use_all_cores() -> None:
         cores = usable_cores()
         if torch.get_num_threads() != cores:
             torch.set_num_threads(cores)
-
-
-def one_core_each(count: int) -> ThreadPoolExecutor:
-    """``count`` threads whose torch operations take one core each; those of others stay as they
-    are.
-    """
-    began = threading.Barrier(count + 1)
-
-    def begin() -> None:
-        # a thread's first use of torch takes the process's number, which would undo a number set
-        # before it
-        torch.get_num_threads()
-        torch.set_num_threads(1)
-        began.wait()
-
-    threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(count, "surge-core", initializer=begin)
-    for _ in range(count):
-        pool.submit(int)
-    began.wait()
-    # what a thread sets is also what threads that come later begin with
-    torch.set_num_threads(threads)
-    return pool
 
 
 def _computes_fast(dtype: torch.dtype) -> bool:

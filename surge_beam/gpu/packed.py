@@ -28,7 +28,6 @@ class PackedEncoder:
       dtype: what the weights were rounded to. On a CPU without 16-bit matrix units they are then
         kept and computed in float32, which is 8 times faster there than bfloat16.
       identity: digest of the model, see ``model_identity``.
-      cores: forward passes worth running side by side, each on a thread with a core of its own.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class PackedEncoder:
         identity: str,
     ) -> None:
         self.device, self.dtype, self.identity = device.name, device.dtype_name, identity
-        self.cores = torch.get_num_threads() if device.name == "cpu" else 1
         self._device, self._folder, self._model = device.torch, folder, model
         self._truncate_dim = truncate_dim
         self._skip = 0

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from surge_beam.records import EncoderConfig, SurgeError
 
 DEFAULT_CACHE_BYTES = 64 << 20
 _PADDED_TOKENS = {"cpu": 2048, "cuda": 16384}
-_CORE_TOKENS = 512
 _BLOCK = 4096
 
 
@@ -117,8 +115,6 @@ class EncodeWorker:
         self.max_padded_tokens = self.config.max_padded_tokens or _PADDED_TOKENS.get(
             self.encoder.device, _PADDED_TOKENS["cuda"]
         )
-        self._cores = getattr(self.encoder, "cores", 1)
-        self._pool: ThreadPoolExecutor | None = None
         if self.encoder.device == "cpu":
             # The model has the cores; the tokenizer's own threads would only fight it for them.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -128,19 +124,6 @@ class EncodeWorker:
         self._ceiling: dict[int, int] = {}
         self._device_lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
-
-    @property
-    def core_tokens(self) -> int:
-        """Padded tokens at most in a pass that has one core, of which all cores run one."""
-        least = min(_CORE_TOKENS, self.max_padded_tokens)
-        return max(self.max_padded_tokens // self._cores, least)
-
-    def _core_pool(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            from surge_beam.gpu.device import one_core_each
-
-            self._pool = one_core_each(self._cores)
-        return self._pool
 
     def prepare(self, texts: pa.Array | pa.ChunkedArray) -> Prepared:
         """Deduplicates and tokenizes; needs no device, so a reader thread may run it.
@@ -246,63 +229,27 @@ class _Run:
 
     def encode(self, todo: np.ndarray) -> None:
         """Fills the matrix for distinct texts ``todo``; what fails is listed in ``failures``."""
-        waiting = self._on_cores(todo)
-        if waiting is None:
-            batches = micro_batches(self.lengths[todo], self.worker.max_padded_tokens)
-            waiting = [(todo[batch], 1) for batch in reversed(batches)]
+        batches = micro_batches(self.lengths[todo], self.worker.max_padded_tokens)
+        waiting = [(todo[batch], 1) for batch in reversed(batches)]
         while waiting:
             rows, attempt = waiting.pop()
-            fit = self._rows_that_fit(rows)
+            longest = max(int(self.lengths[rows].max()), 1)
+            fit = self._rows_that_fit(longest)
             if len(rows) > fit:
                 parts = [rows[at : at + fit] for at in range(0, len(rows), fit)]
                 waiting += [(part, attempt) for part in reversed(parts)]
                 continue
-            result = self._forward(rows)
-            if isinstance(result, Exception):
-                halves = self._after_failure(result, rows, attempt)
+            try:
+                vectors = self.worker.encoder.forward(self.all_tokens, rows)
+            except SurgeError:
+                raise
+            except Exception as error:
+                halves = self._after_failure(error, rows, longest, attempt)
                 waiting += [(half, attempt + 1) for half in reversed(halves)]
-            else:
-                self._accept(rows, result, attempt)
+                continue
+            self._accept(rows, vectors, longest, attempt)
 
-    def _on_cores(self, todo: np.ndarray) -> list[tuple[np.ndarray, int]] | None:
-        """Runs passes side by side, each on a core of its own; one by one, on all cores, each of
-        their operations would wait for the slower core.
-
-        Returns:
-          What is left: passes that need all cores, and halves of those that failed. None where
-          there are too few passes to keep all cores busy.
-        """
-        worker = self.worker
-        if worker._cores == 1:
-            return None
-        batches = [todo[b] for b in micro_batches(self.lengths[todo], worker.core_tokens)]
-        if len(batches) < 2 * worker._cores:
-            return None
-        waiting, small = [], []
-        for rows in batches:
-            fits = len(rows) <= self._rows_that_fit(rows)
-            if fits and len(rows) * self._longest(rows) <= worker.core_tokens:
-                small.append(rows)
-            else:
-                waiting.append((rows, 1))
-        for rows, result in zip(small, worker._core_pool().map(self._forward, small), strict=True):
-            if isinstance(result, Exception):
-                waiting += [(half, 2) for half in self._after_failure(result, rows, 1)]
-            else:
-                self._accept(rows, result, 1)
-        return waiting
-
-    def _forward(self, rows: np.ndarray) -> np.ndarray | Exception:
-        """Vectors of a micro-batch, or what came in their place."""
-        try:
-            return self.worker.encoder.forward(self.all_tokens, rows)
-        except SurgeError:
-            raise
-        except Exception as error:
-            return error
-
-    def _accept(self, rows: np.ndarray, vectors: np.ndarray, attempt: int) -> None:
-        longest = self._longest(rows)
+    def _accept(self, rows: np.ndarray, vectors: np.ndarray, longest: int, attempt: int) -> None:
         finite = np.isfinite(vectors).all(axis=1)
         if not finite.all():
             for row in rows[~finite].tolist():
@@ -314,7 +261,9 @@ class _Run:
         self.tokens += int(self.lengths[rows].sum())
         self.padded_tokens += longest * len(rows)
 
-    def _after_failure(self, error: Exception, rows: np.ndarray, attempt: int) -> list[np.ndarray]:
+    def _after_failure(
+        self, error: Exception, rows: np.ndarray, longest: int, attempt: int
+    ) -> list[np.ndarray]:
         """Halves of a failed micro-batch; none if the row stands alone."""
         memory = is_out_of_memory(error)
         if not memory and is_fatal(error):
@@ -327,17 +276,12 @@ class _Run:
             return []
         middle = len(rows) // 2
         if memory:
-            longest = self._longest(rows)
             bucket = _bucket(longest)
             ceiling = self.worker._ceiling
             ceiling[bucket] = min(ceiling.get(bucket, longest * middle), longest * middle)
         return [rows[:middle], rows[middle:]]
 
-    def _longest(self, rows: np.ndarray) -> int:
-        return max(int(self.lengths[rows].max()), 1)
-
-    def _rows_that_fit(self, rows: np.ndarray) -> int:
-        longest = self._longest(rows)
+    def _rows_that_fit(self, longest: int) -> int:
         ceiling = self.worker._ceiling.get(_bucket(longest))
         return len(self.lengths) if ceiling is None else max(ceiling // longest, 1)
 

@@ -50,30 +50,28 @@ class MPNet:
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Hidden states of the last layer, [T, width]."""
-        by_distance = self._by_distance  # another thread may put a shorter one in its place
-        if by_distance.shape[1] < 2 * batch.longest - 1:
-            by_distance = self._by_distance = self._distances(batch.longest)
+        if self._by_distance.shape[1] < 2 * batch.longest - 1:
+            self._by_distance = self._distances(batch.longest)
         x = F.embedding(batch.ids, self.words)
         x += F.embedding(positions(batch, _PAD_ID), self.places)
         x = F.layer_norm(x, (self.width,), *self.norm, self.eps)
-        bias = {length: _bias(by_distance, length) for length in {run.length for run in batch.runs}}
+        bias = {length: self.bias(length) for length in {run.length for run in batch.runs}}
         attend = PackedAttention(batch, None, bias=bias)
         for layer in self.layers:
             x = layer(x, attend)
         return x
+
+    def bias(self, length: int) -> Tensor:
+        """What attention adds between the tokens of a sequence, [1, heads, length, length]."""
+        middle = self._by_distance.shape[1] // 2
+        line = self._by_distance[:, middle - length + 1 : middle + length]
+        return line.unfold(1, length, 1).flip(1)[None]
 
     def _distances(self, longest: int) -> Tensor:
         """The bias by key position minus query position, [heads, 2 * longest - 1]."""
         distance = torch.arange(1 - longest, longest, device=self._by_bucket.device)
         buckets = relative_buckets(distance, len(self._by_bucket))
         return self._by_bucket[buckets].t().contiguous()
-
-
-def _bias(by_distance: Tensor, length: int) -> Tensor:
-    """What attention adds between the tokens of a sequence, [1, heads, length, length]."""
-    middle = by_distance.shape[1] // 2
-    line = by_distance[:, middle - length + 1 : middle + length]
-    return line.unfold(1, length, 1).flip(1)[None]
 
 
 def relative_buckets(distance: Tensor, count: int) -> Tensor:
