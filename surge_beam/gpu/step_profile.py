@@ -2,6 +2,7 @@
 
 Prints one decode step and one prefill, by part, beside a floor: the same linear layers alone on
 the same number of rows, and the bytes of the KV at the speed at which this machine copies memory.
+Step and floor take turns, and how often the floor the step takes is the median over turns.
 Python's own share is what the same step takes on a model of as many layers that are next to
 nothing, but for its linear layers and its attention kernel, which work on as many rows and keys. It
 is less than that, as the other operations take their time too.
@@ -34,6 +35,7 @@ PARTS = ("linear", "attention", "elementwise", "head", "sampling", "planning")
 _LINEAR = ("qkv", "out", "gate_and_up", "down")
 _ELEMENTWISE = ("add_norm", "gated")
 _KERNEL = "attention kernel"  # a part of a part
+_TURN = "turn"
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -155,12 +157,14 @@ class StepProfile:
         ``other``, what is left.
       python: of the whole step, at most; it is a share of every part.
       floor: linear layers and head alone, and the KV's bytes at copying speed.
+      over_floor: the step over the sum of ``floor``.
     """
 
     total: float
     parts: dict[str, float]
     python: float
     floor: dict[str, float]
+    over_floor: float
 
 
 def profile_step(
@@ -169,18 +173,45 @@ def profile_step(
     """Medians over ``timer.repeats`` runs of the step that ``StepTimer.batch`` makes of these."""
     runner = timer.runner
     batch = timer.batch(rows, context, prompt)
-    total = timer.median(lambda: runner.step(batch))
+    steps, floor = _in_turns(timer, lambda: runner.step(batch), _floor(runner, batch))
+    total = statistics.median(steps)
     parts = _parts(timer, batch)
     del parts[_KERNEL]  # it is in its part
     scale = total / sum(parts.values())  # without what the watching takes
     nothing = _parts(hollow, hollow.batch(rows, context, prompt))
     kernels = nothing.pop(_KERNEL) + nothing["linear"] + nothing["head"]
+    floors = [sum(turn) for turn in zip(*floor.values(), strict=True)]
     return StepProfile(
         total=1e3 * total,
         parts={name: 1e3 * seconds * scale for name, seconds in parts.items()},
         python=1e3 * (sum(nothing.values()) - kernels),
-        floor=_floor(runner, batch, timer),
+        floor={name: 1e3 * statistics.median(seconds) for name, seconds in floor.items()},
+        over_floor=statistics.median(a / b for a, b in zip(steps, floors, strict=True)),
     )
+
+
+@torch.inference_mode()
+def _in_turns(
+    timer: StepTimer, step: Callable[[], object], floor: dict[str, tuple[Callable[[], object], int]]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of a step and of each part of its floor, which is a share of a call: 1 / n."""
+    watch = _Stopwatch(timer.runner.model.decoder.device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        watch.seconds[_TURN] = 0.0
+        watch.timed(_TURN, call)()
+        return watch.seconds[_TURN]
+
+    calls = [step, *(call for call, _ in floor.values())]
+    for call in calls:
+        call()
+    steps: list[float] = []
+    found: dict[str, list[float]] = {name: [] for name in floor}
+    for _ in range(timer.repeats):
+        steps.append(seconds(step))
+        for name, (call, share) in floor.items():
+            found[name].append(seconds(call) / share)
+    return steps, found
 
 
 def _parts(timer: StepTimer, batch: StepBatch) -> dict[str, float]:
@@ -192,8 +223,7 @@ def _parts(timer: StepTimer, batch: StepBatch) -> dict[str, float]:
     return {part: statistics.fmean(seconds[part] for seconds in found) for part in found[0]}
 
 
-@torch.inference_mode()
-def _floor(runner: ModelRunner, batch: StepBatch, timer: StepTimer) -> dict[str, float]:
+def _floor(runner: ModelRunner, batch: StepBatch) -> dict[str, tuple[Callable[[], object], int]]:
     decoder = runner.model.decoder
     rows = decoder.padded(len(batch.ids))
     x = torch.randn(rows, decoder.width, dtype=decoder.dtype, device=decoder.device)
@@ -218,17 +248,11 @@ def _floor(runner: ModelRunner, batch: StepBatch, timer: StepTimer) -> dict[str,
     source = torch.ones(max(1, kv_bytes // 4), dtype=torch.float32, device=decoder.device)
     target = torch.empty_like(source)
 
-    watch = _Stopwatch(decoder.device)
-
-    def seconds(call: Callable[[], object]) -> float:
-        return timer.median(watch.timed("linear", call))  # waits for the device
-
-    # a copy reads and writes: half of its time is the reading
-    copying = seconds(lambda: target.copy_(source)) / 2
     return {
-        "linear": 1e3 * seconds(layers),
-        "head": 1e3 * seconds(head),
-        "kv at copying speed": 1e3 * copying,
+        "linear": (layers, 1),
+        "head": (head, 1),
+        # a copy reads and writes: half of its time is the reading
+        "kv at copying speed": (lambda: target.copy_(source), 2),
     }
 
 
@@ -289,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     decode = dataclasses.replace(
         decode,
         total=decode.total + loop,
+        over_floor=decode.over_floor * (1 + loop / decode.total),
         python=decode.python + loop,
         parts={**decode.parts, "engine": loop},
     )
@@ -304,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for part, ms in step.floor.items():
             print(f"  floor: {part:<15}{ms:8.1f} ms")
+        print(f"  step / floor {step.over_floor:18.2f}")
     return 0
 
 

@@ -124,7 +124,9 @@ def test_the_profile_command_accounts_for_the_whole_step(folder, capsys):
         parts = [line for line in lines[head + 1 : end] if "%" in line and line != python]
         assert {line.split()[0] for line in parts} >= {*step_profile.PARTS, "other"}
         assert sum(float(line.split()[1]) for line in parts) == pytest.approx(total, abs=0.6)
-        assert any("floor" in line for line in lines[head:end])
+        assert sum(line.startswith("  floor: ") for line in lines[head:end]) == 3
+        (over,) = [line for line in lines[head:end] if "step / floor" in line]
+        assert float(over.split()[-1]) > 0.5
 
 
 def test_steps_are_what_they_say(runner):
