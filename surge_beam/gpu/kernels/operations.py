@@ -22,7 +22,7 @@ from surge_beam.gpu.attention_plan import AttentionPlan
 from surge_beam.gpu.buffer import Buffer
 from surge_beam.gpu.cpu_attention import CompiledAttention, attend_kernel
 from surge_beam.gpu.kernels.compiled import DTYPES, kernel, load_kernels
-from surge_beam.gpu.models.linear import ACTIVATIONS
+from surge_beam.gpu.models.elementwise import ACTIVATIONS
 from surge_beam.gpu.models.rope import rotate
 from surge_beam.gpu.sampling import Chooser
 

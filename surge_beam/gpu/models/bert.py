@@ -10,7 +10,7 @@ from torch import Tensor
 
 from surge_beam.gpu.models.attention import PackedAttention, compiled_kernel
 from surge_beam.gpu.models.batch import PackedBatch
-from surge_beam.gpu.models.linear import ACTIVATIONS
+from surge_beam.gpu.models.elementwise import ACTIVATIONS, LayerNorm
 from surge_beam.gpu.models.weights import Weights
 
 MODEL_TYPES = ("bert", "roberta", "xlm-roberta", "camembert")
@@ -39,8 +39,8 @@ class Bert:
     def __init__(self, config: Any, weights: Weights) -> None:
         self.width = int(config.hidden_size)
         self.heads = int(config.num_attention_heads)
-        self.eps = float(config.layer_norm_eps)
-        self.activation = str(config.hidden_act)
+        eps = float(config.layer_norm_eps)
+        self.activation = ACTIVATIONS[config.hidden_act]
         self.pad_id: int | None = None
         self.words = weights.tensor("embeddings.word_embeddings.weight")
         places = weights.tensor("embeddings.position_embeddings.weight")
@@ -50,17 +50,18 @@ class Bert:
         kinds = weights.find("embeddings.token_type_embeddings.weight")
         self.places = places if kinds is None else places + kinds[0]
         self.max_positions = len(places) - self.first_position
-        self.norm = layer_norm(weights, "embeddings.LayerNorm")
+        self.norm = LayerNorm(weights, "embeddings.LayerNorm", eps)
         self.kernel = compiled_kernel(weights.dtype, weights.device)
         self.layers = [
-            _Layer(self, weights, f"encoder.layer.{i}.") for i in range(config.num_hidden_layers)
+            _Layer(self, weights, f"encoder.layer.{i}.", eps)
+            for i in range(config.num_hidden_layers)
         ]
 
     def __call__(self, batch: PackedBatch) -> Tensor:
         """Hidden states of the last layer, [T, width]."""
         x = F.embedding(batch.ids, self.words)
         x += F.embedding(positions(batch, self.pad_id), self.places)
-        x = F.layer_norm(x, (self.width,), *self.norm, self.eps)
+        x = self.norm(x)
         attend = PackedAttention(batch, self.kernel)
         for layer in self.layers:
             x = layer(x, attend)
@@ -88,25 +89,17 @@ def positions(batch: PackedBatch, pad_id: int | None) -> Tensor:
 
 
 class _Layer:
-    def __init__(self, model: Bert, weights: Weights, at: str) -> None:
+    def __init__(self, model: Bert, weights: Weights, at: str, eps: float) -> None:
         self.model = model
         own = f"{at}attention.self."
         self.qkv = weights.linear(f"{own}query", f"{own}key", f"{own}value")
         self.out = weights.linear(f"{at}attention.output.dense")
-        self.attention_norm = layer_norm(weights, f"{at}attention.output.LayerNorm")
+        self.attention_norm = LayerNorm(weights, f"{at}attention.output.LayerNorm", eps)
         self.up = weights.linear(f"{at}intermediate.dense")
         self.down = weights.linear(f"{at}output.dense")
-        self.norm = layer_norm(weights, f"{at}output.LayerNorm")
+        self.norm = LayerNorm(weights, f"{at}output.LayerNorm", eps)
 
     def __call__(self, x: Tensor, attend: PackedAttention) -> Tensor:
-        model, shape = self.model, (self.model.width,)
-        query, key, value = self.qkv(x).view(len(x), 3, model.heads, -1).unbind(1)
-        mixed = attend(query, key, value)
-        x = F.layer_norm(self.out.add(mixed, x), shape, *self.attention_norm, model.eps)
-        y = self.down.add(self.up.activated(x, model.activation), x)
-        return F.layer_norm(y, shape, *self.norm, model.eps)
-
-
-def layer_norm(weights: Weights, name: str) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a layer norm."""
-    return weights.tensor(f"{name}.weight"), weights.tensor(f"{name}.bias")
+        query, key, value = self.qkv(x).view(len(x), 3, self.model.heads, -1).unbind(1)
+        x = self.attention_norm(self.out(attend(query, key, value)), x)
+        return self.norm(self.down(self.model.activation(self.up(x))), x)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from surge_beam.gpu.buffer import Buffer
 from surge_beam.gpu.kernels.operations import Attention, operations_for
-from surge_beam.gpu.models.linear import ACTIVATIONS, Linear, make_linear, narrowed
+from surge_beam.gpu.models.elementwise import ACTIVATIONS
+from surge_beam.gpu.models.linear import Linear, make_linear, narrowed
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config
 from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.records import SurgeError

@@ -50,10 +50,6 @@ class Linear:
         """The projection of x plus ``residual`` [T, out_features]."""
         return self(x).add_(residual)
 
-    def activated(self, x: Tensor, activation: str) -> Tensor:
-        """The projection of x through an activation of ``ACTIVATIONS``."""
-        return ACTIVATIONS[activation](self(x))
-
 
 class PackedLinear(Linear):
     """See ``Linear``; the weight is kept only in oneDNN's packed layout."""
@@ -156,21 +152,3 @@ def packing_available() -> bool:
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return torch._C._nn.gelu_(x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS = {
-    "gelu": _gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from surge_beam.gpu.models.attention import PackedAttention, compiled_kernel
 from surge_beam.gpu.models.batch import PackedBatch
-from surge_beam.gpu.models.linear import ACTIVATIONS
+from surge_beam.gpu.models.elementwise import ACTIVATIONS
 from surge_beam.gpu.models.rope import FIXED_TYPES, rope_from_config, rotate
 from surge_beam.gpu.models.weights import Weights
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from surge_beam.gpu.models.attention import PackedAttention
 from surge_beam.gpu.models.batch import PackedBatch
-from surge_beam.gpu.models.bert import layer_norm, positions
-from surge_beam.gpu.models.linear import ACTIVATIONS
+from surge_beam.gpu.models.bert import positions
+from surge_beam.gpu.models.elementwise import ACTIVATIONS, LayerNorm
 from surge_beam.gpu.models.weights import Weights
 
 PREFIXES = ("mpnet.",)
@@ -36,16 +36,17 @@ class MPNet:
     def __init__(self, config: Any, weights: Weights) -> None:
         self.width = int(config.hidden_size)
         self.heads = int(config.num_attention_heads)
-        self.eps = float(config.layer_norm_eps)
-        self.activation = str(config.hidden_act)
+        eps = float(config.layer_norm_eps)
+        self.activation = ACTIVATIONS[config.hidden_act]
         self.words = weights.tensor("embeddings.word_embeddings.weight")
         self.places = weights.tensor("embeddings.position_embeddings.weight")
         self.max_positions = len(self.places) - _PAD_ID - 1
-        self.norm = layer_norm(weights, "embeddings.LayerNorm")
+        self.norm = LayerNorm(weights, "embeddings.LayerNorm", eps)
         self._by_bucket = weights.tensor("encoder.relative_attention_bias.weight")
         self._by_distance = self._distances(1)
         self.layers = [
-            _Layer(self, weights, f"encoder.layer.{i}.") for i in range(config.num_hidden_layers)
+            _Layer(self, weights, f"encoder.layer.{i}.", eps)
+            for i in range(config.num_hidden_layers)
         ]
 
     def __call__(self, batch: PackedBatch) -> Tensor:
@@ -54,7 +55,7 @@ class MPNet:
             self._by_distance = self._distances(batch.longest)
         x = F.embedding(batch.ids, self.words)
         x += F.embedding(positions(batch, _PAD_ID), self.places)
-        x = F.layer_norm(x, (self.width,), *self.norm, self.eps)
+        x = self.norm(x)
         bias = {length: self.bias(length) for length in {run.length for run in batch.runs}}
         attend = PackedAttention(batch, None, bias=bias)
         for layer in self.layers:
@@ -85,20 +86,17 @@ def relative_buckets(distance: Tensor, count: int) -> Tensor:
 
 
 class _Layer:
-    def __init__(self, model: MPNet, weights: Weights, at: str) -> None:
+    def __init__(self, model: MPNet, weights: Weights, at: str, eps: float) -> None:
         self.model = model
         own = f"{at}attention.attn."
         self.qkv = weights.linear(f"{own}q", f"{own}k", f"{own}v")
         self.out = weights.linear(f"{own}o")
-        self.attention_norm = layer_norm(weights, f"{at}attention.LayerNorm")
+        self.attention_norm = LayerNorm(weights, f"{at}attention.LayerNorm", eps)
         self.up = weights.linear(f"{at}intermediate.dense")
         self.down = weights.linear(f"{at}output.dense")
-        self.norm = layer_norm(weights, f"{at}output.LayerNorm")
+        self.norm = LayerNorm(weights, f"{at}output.LayerNorm", eps)
 
     def __call__(self, x: Tensor, attend: PackedAttention) -> Tensor:
-        model, shape = self.model, (self.model.width,)
-        query, key, value = self.qkv(x).view(len(x), 3, model.heads, -1).unbind(1)
-        mixed = attend(query, key, value)
-        x = F.layer_norm(self.out.add(mixed, x), shape, *self.attention_norm, model.eps)
-        y = self.down.add(self.up.activated(x, model.activation), x)
-        return F.layer_norm(y, shape, *self.norm, model.eps)
+        query, key, value = self.qkv(x).view(len(x), 3, self.model.heads, -1).unbind(1)
+        x = self.attention_norm(self.out(attend(query, key, value)), x)
+        return self.norm(self.down(self.model.activation(self.up(x))), x)
