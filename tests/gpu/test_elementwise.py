@@ -10,6 +10,7 @@ from surge_beam.gpu.kernels.compiled import load_kernels
 from surge_beam.gpu.models import elementwise
 from surge_beam.gpu.models.elementwise import ACTIVATIONS, LayerNorm
 from surge_beam.gpu.models.weights import TensorSource
+from surge_beam.records import SurgeError
 
 
 @pytest.fixture(params=["compiled", "AVX2", "DEFAULT", "torch"])
@@ -90,3 +91,16 @@ def test_many_threads_give_the_same(kernels: str) -> None:
         torch.set_num_threads(before)
     for normed, activated in found[1:]:
         assert torch.equal(normed, found[0][0]) and torch.equal(activated, found[0][1])
+
+
+@pytest.mark.parametrize(("weight", "bias"), [(8, 4), (4, 8)])
+def test_sizes_that_do_not_agree_are_refused(weight: int, bias: int) -> None:
+    source = Norms(weight)
+    source.tensors["n.bias"] = torch.randn(bias)
+    with pytest.raises(SurgeError, match=r"the norm n has weights of the shape \[\d\] and a bias"):
+        LayerNorm(source, "n", 1e-6)
+
+
+def test_a_norm_of_another_width_than_the_model_is_an_error(kernels: str) -> None:
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        LayerNorm(Norms(64), "n", 1e-6)(torch.randn(3, 16))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from surge_beam.gpu.kernels.compiled import kernel, load_kernels
 from surge_beam.gpu.models.weights import TensorSource
+from surge_beam.records import SurgeError
 
 _LANES = 4  # numbers of the narrowest vector
 
@@ -64,17 +65,26 @@ class LayerNorm:
       eps: added to the variance.
 
     Raises:
-      SurgeError: if one of them is not there.
+      SurgeError: if one of them is not there, or they are not of one size.
     """
 
     def __init__(self, weights: TensorSource, name: str, eps: float) -> None:
         self.weight, self.bias = weights.tensor(f"{name}.weight"), weights.tensor(f"{name}.bias")
+        if self.weight.ndim != 1 or self.bias.shape != self.weight.shape:
+            raise SurgeError(
+                f"the norm {name} has weights of the shape {list(self.weight.shape)}"
+                f" and a bias of {list(self.bias.shape)}"
+            )
         self.eps = eps
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """The norm of x [T, width], or of ``x + added``; x may be changed."""
+        given = (x,) if added is None else (x, added)
         width = len(self.weight)
-        if _computed_here(x) and (added is None or _computed_here(added)) and width % _LANES == 0:
+        # the kernel takes their sizes on trust
+        if width % _LANES == 0 and all(
+            _computed_here(y) and y.shape == (len(x), width) for y in given
+        ):
             types = [ctypes.c_int64] * 3 + [ctypes.c_float] + [ctypes.c_void_p] * 4
             run = _compiled("add_layer_norm", *types)
             if run is not None:
