@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from surge_beam.records import SurgeError
 
 
 @pytest.fixture(params=["compiled", "AVX2", "DEFAULT", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """By this machine's instructions, by narrower ones, or without a compiler."""
     name: str = request.param
     library = load_kernels(None if name in ("compiled", "torch") else name)

@@ -19,12 +19,18 @@ from surge_beam.gpu.models.weights import TensorSource
 from surge_beam.records import SurgeError
 
 _LANES = 4  # numbers of the narrowest vector
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_TYPES = {
+    "gelu": (_INT, _INT, _POINTER),
+    "add_layer_norm": (*[_INT] * 3, ctypes.c_float, *[_POINTER] * 4),
+}
 
 
 @functools.cache
-def _compiled(name: str, *types: type) -> Callable[..., None] | None:
+def _compiled(name: str) -> Callable[..., None] | None:
+    """One of the kernels of ``_TYPES``; None without a compiler."""
     library = load_kernels()
-    return None if library is None else kernel(library, name, torch.float32, *types)
+    return None if library is None else kernel(library, name, torch.float32, *_TYPES[name])
 
 
 def _computed_here(x: Tensor) -> bool:
@@ -34,7 +40,7 @@ def _computed_here(x: Tensor) -> bool:
 def _gelu(x: Tensor) -> Tensor:
     """In place: x times the normal distribution function, by the error function."""
     if _computed_here(x) and x.numel() % _LANES == 0:
-        run = _compiled("gelu", ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        run = _compiled("gelu")
         if run is not None:
             run(x.numel(), torch.get_num_threads(), x.data_ptr())
             return x
@@ -85,8 +91,7 @@ class LayerNorm:
         if width % _LANES == 0 and all(
             _computed_here(y) and y.shape == (len(x), width) for y in given
         ):
-            types = [ctypes.c_int64] * 3 + [ctypes.c_float] + [ctypes.c_void_p] * 4
-            run = _compiled("add_layer_norm", *types)
+            run = _compiled("add_layer_norm")
             if run is not None:
                 run(
                     *(len(x), width, torch.get_num_threads(), self.eps, x.data_ptr()),
