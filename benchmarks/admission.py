@@ -48,6 +48,7 @@ SETTINGS = {
     "nothing shared at all": ("fcfs", False, False),
 }
 BASE = "fcfs, prefix-aware attention"
+LOADS = ("shared", "not shared")
 
 
 def workloads(tokenizer: Any, rows: int) -> dict[str, list[list[int]]]:
@@ -55,7 +56,7 @@ def workloads(tokenizer: Any, rows: int) -> dict[str, list[list[int]]]:
     few = few_shot(data, tasks=6, each=-(-rows // 6))[:rows]
     over = over_documents(data, documents=2 * rows, each=1)[:rows]
     found = {}
-    for name, texts in (("shared", few), ("not shared", over)):
+    for name, texts in zip(LOADS, (few, over), strict=True):
         random.Random(0).shuffle(texts)
         found[name] = tokenizer.encode_batch(texts)
     return found
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--max_tokens", type=int, default=24)
     p.add_argument("--slots", type=int, default=12)
     p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--load", nargs="+", default=[*LOADS], choices=LOADS, help="which to run")
     p.add_argument("--profile", help="step times that surge_beam.gpu.step_times wrote")
     p.add_argument("--json", help="file for the raw figures")
     args = p.parse_args(argv)
@@ -104,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runners = {name: load_model_runner(config) for name, config in configs.items()}
     sampling = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for load, prompts in workloads(load_text_tokenizer(base), args.rows).items():
+    loads = workloads(load_text_tokenizer(base), args.rows)
+    for load, prompts in ((name, loads[name]) for name in args.load):
         requests = [
             Request(custom_id=str(i), prompt_ids=tuple(ids), sampling=sampling)
             for i, ids in enumerate(prompts)

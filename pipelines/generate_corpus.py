@@ -11,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 from surge_beam.gpu.encoder import files_identity
+from surge_beam.gpu.loading import step_costs
 from surge_beam.gpu.text_tokenizer import kv_bytes_per_token
 from surge_beam.records import EngineConfig, RefusedError, SamplingParams, SurgeError
 from surge_beam.transforms.batch_files import assemble
@@ -127,6 +128,15 @@ def config_of(args: argparse.Namespace) -> GenerateConfig:
         profile=args.profile,
         seed=args.seed,
     )
+    token_bytes = kv_bytes_per_token(engine)
+    if args.engine == "native":
+        # read again by the worker, which may be far away and late
+        step_costs(engine.profile)
+        if engine.kv_bytes is not None and engine.kv_bytes < token_bytes * engine.page_size:
+            raise RefusedError(
+                f"--kv_bytes {engine.kv_bytes} holds no KV page, which is {engine.page_size}"
+                f" tokens of {token_bytes} bytes or more"
+            )
     return GenerateConfig(
         input=args.input,
         output=args.output,
@@ -145,7 +155,7 @@ def config_of(args: argparse.Namespace) -> GenerateConfig:
         rounds=args.rounds,
         slice_tokens=args.slice_tokens,
         ranges=args.ranges,
-        batch=BatchLimits(kv_bytes_per_token=kv_bytes_per_token(engine)),
+        batch=BatchLimits(kv_bytes_per_token=token_bytes),
         max_rows=args.max_rows,
         max_bytes=args.max_bytes,
         accelerator=args.accelerator,

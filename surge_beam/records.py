@@ -158,6 +158,8 @@ class Segment:
       slices: where they are, in order.
       replaces: the output holds this partition already, from an earlier state of the input.
       lost: rows planned that were found to be undecodable before, and are in no slice.
+      columns: those that every partition of the run gets, see ``transforms.columns``; empty where
+        all files have the same.
     """
 
     folder: str
@@ -169,6 +171,7 @@ class Segment:
     slices: tuple[Slice, ...]
     replaces: bool = False
     lost: int = 0
+    columns: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions, TestOptions
 from apache_beam.runners.runner import PipelineRunner, create_runner
 
-from surge_beam.records import RefusedError
+from surge_beam.records import RefusedError, SurgeError
 from surge_beam.transforms.files import Store
 from surge_beam.transforms.guard import shared_guard
 from surge_beam.transforms.job import (
@@ -146,13 +146,17 @@ def run_job(
             # the one runner that knows of a dry run; others would run the job
             pipeline.run()
         return None
+    try:
+        agreed = settings(job)
+    except SurgeError as error:
+        raise RefusedError(str(error)) from error
     store = Store(job.output)
     began = time.time()
     share_freed_memory()
     if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
         # it starts while the pipeline is built
         shared_guard().start()
-    with exclusive(store, settings(job), overwrite=overwrite) as name:
+    with exclusive(store, agreed, overwrite=overwrite) as name:
         job = dataclasses.replace(job, run=name)
         pipeline = beam.Pipeline(runner, options=options)
         _ = pipeline | "Job" >> transform(job)

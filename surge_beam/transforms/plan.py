@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from surge_beam.policy.superbatch import Limits, Piece, cut_superbatches
 from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan, unpack
 from surge_beam.transforms import manifest
+from surge_beam.transforms.columns import common_columns
 from surge_beam.transforms.exchange import scatter
 from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.read import FILE_LETTERS, SCANS, UNREADABLE, FileRuns, expand_ranges
@@ -124,11 +125,13 @@ class PlanChunk:
       runs: the partitions in them.
       replaces: bool [P], whether a partition may have output already.
       batches: the pieces of each SuperBatch.
+      columns: as in ``Segment``.
     """
 
     runs: PartitionRuns
     replaces: np.ndarray
     batches: list[list[Piece]]
+    columns: bytes = b""
 
     def plans(self) -> Iterator[SuperBatchPlan]:
         for batch in self.batches:
@@ -151,6 +154,7 @@ class PlanChunk:
                 p.rows,
                 tuple(runs.slices(p, place)),
                 bool(self.replaces[p.partition]),
+                columns=self.columns,
             )
             for p in batch
         )
@@ -175,6 +179,7 @@ class Planner:
         self._committed = committed
         self._sound: set[str] = set()
         self._runs, self._which, nbytes = self._collect(parts)
+        self._columns = common_columns(part.columns for part in parts if part.columns)
         count = len(self._runs.folders)
         self.rows = np.bincount(self._which, self._runs.rows, minlength=count).astype(np.int64)
         self._bytes = np.bincount(self._which, nbytes, minlength=count).astype(np.int64)
@@ -276,7 +281,7 @@ class Planner:
             [Piece(next(number), p.start, p.rows, p.part, p.parts) for p in batch]
             for batch in batches
         ]
-        return PlanChunk(self._runs.subset(partitions), replaced[partitions], moved)
+        return PlanChunk(self._runs.subset(partitions), replaced[partitions], moved, self._columns)
 
     def _summarise(self, at: np.ndarray, present: np.ndarray, done: np.ndarray) -> None:
         found = self._committed.table[at[done]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,6 +27,14 @@ from surge_beam.records import (
     dead_letter_table,
     pack,
     unpack,
+)
+from surge_beam.transforms.columns import (
+    as_read,
+    join_tables,
+    pack_columns,
+    plain_value,
+    untyped_columns,
+    without_type,
 )
 from surge_beam.transforms.files import InputFile, Store, digest, filesystem
 from surge_beam.transforms.guard import GuardError, UnreadableFileError, shared_guard
@@ -52,6 +59,7 @@ MAX_RUNS_PER_ELEMENT = 50_000
 SCAN_ROWS = 1 << 20
 BATCH_ROWS = 4096
 ATTEMPTS = 3
+_SCAN_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,7 @@ class FileRuns:
       start, rows, nbytes: int64 [R], first row, rows and estimated bytes of each run.
       failed: the file gave no rows; its dead letter is written.
       dead_letters: file-level dead letters (a whole file, or lines of a text file).
+      columns: the file's columns that go to the output, packed; empty where it has no rows.
     """
 
     source: SourceFile
@@ -106,6 +115,7 @@ class FileRuns:
     nbytes: np.ndarray
     failed: bool = False
     dead_letters: int = 0
+    columns: bytes = b""
 
 
 def first_contact(name: str, source: str, **kwargs: Any) -> Any:
@@ -153,6 +163,7 @@ class Scanner:
         self.config = config
         self.store = store
         self._scan_key = digest(
+            _SCAN_VERSION,
             config.text_column,
             config.required_columns,
             config.lines,
@@ -224,8 +235,16 @@ class Scanner:
         group_rows = np.array(about["row_group_rows"], np.int64)
         group_bytes = np.array(about["row_group_bytes"], np.int64)
         _check_folder_values(url, schema, hive, group_rows)
+        first: dict[str, Any] = {"dead_letters": bad}
+        if group_rows.any():
+            own = as_read(schema)
+            kept = kept_columns(schema, hive, self.config)
+            first["columns"] = pack_columns(
+                pa.schema([own.field(name) for name in kept]),
+                inferred=source.format != "parquet",
+            )
         if self.config.partition_by:
-            yield from self._key_runs(source, url, schema, hive, group_rows, group_bytes, bad)
+            yield from self._key_runs(source, url, schema, hive, group_rows, group_bytes, first)
             return
         if self.config.lines:
             path, values = file_folder(source.name)
@@ -236,9 +255,7 @@ class Scanner:
             folder = file_folder(source.name)
         rows, nbytes = int(group_rows.sum()), int(group_bytes.sum())
         one = np.array([0], np.int64)
-        yield FileRuns(
-            source, [folder], one, one, np.array([rows]), np.array([nbytes]), dead_letters=bad
-        )
+        yield FileRuns(source, [folder], one, one, np.array([rows]), np.array([nbytes]), **first)
 
     def _key_runs(
         self,
@@ -248,8 +265,12 @@ class Scanner:
         hive: dict[str, str | None],
         group_rows: np.ndarray,
         group_bytes: np.ndarray,
-        bad: int,
+        first: dict[str, Any],
     ) -> Iterator[FileRuns]:
+        """
+        Args:
+          first: what the first of them tells of the file.
+        """
         names = list(self.config.partition_by)
         in_file = [n for n in names if n not in hive]
         finder = KeyRuns(names)
@@ -259,30 +280,30 @@ class Scanner:
             for name in in_file:
                 key_type(schema.field(name).type)
         for some in _scanned_together(group_rows):
-            first, rows = int(edges[some[0]]), int(group_rows[some].sum())
+            begin, rows = int(edges[some[0]]), int(group_rows[some].sum())
             if in_file:
                 data = first_contact("key_runs", url, row_groups=some.tolist(), columns=in_file)
                 table = pa.ipc.open_stream(data).read_all()
                 numbers = table.column(FIRST_ROW).to_numpy()
             else:
-                numbers = edges[some] - first
+                numbers = edges[some] - begin
                 table = pa.table({FIRST_ROW: numbers})
             for name in names:
                 if name in hive:
                     constant = pa.scalar(hive[name], pa.string())
                     table = table.append_column(name, pa.repeat(constant, len(numbers)))
-            at_groups = np.searchsorted(numbers, edges[some] - first)
+            at_groups = np.searchsorted(numbers, edges[some] - begin)
             partitions, which, at = finder.runs(table.select(names), at_groups)
             starts = numbers[at]
             counts = np.diff(np.append(starts, rows))
-            starts = starts + first
+            starts = starts + begin
             group = np.searchsorted(edges, starts, side="right") - 1
             sizes = counts * group_bytes[group] // group_rows[group]
-            yield FileRuns(source, partitions, which, starts, counts, sizes, dead_letters=bad)
-            bad = 0
+            yield FileRuns(source, partitions, which, starts, counts, sizes, **first)
+            first = {}
         if empty_file:
             empty = np.zeros(0, np.int64)
-            yield FileRuns(source, [], empty, empty, empty, empty, dead_letters=bad)
+            yield FileRuns(source, [], empty, empty, empty, empty, **first)
 
 
 def _scanned_together(group_rows: np.ndarray) -> Iterator[np.ndarray]:
@@ -355,6 +376,7 @@ def _stretches(runs: FileRuns) -> Iterator[FileRuns]:
             runs.rows[to],
             runs.nbytes[to],
             dead_letters=runs.dead_letters if at == 0 else 0,
+            columns=runs.columns if at == 0 else b"",
         )
 
 
@@ -433,6 +455,13 @@ def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadCon
         raise SurgeError(f"column {config.text_column!r} holds {kind}, not text")
 
 
+def kept_columns(schema: pa.Schema, hive: dict[str, str | None], config: ReadConfig) -> list[str]:
+    """The columns of a file that go to the output."""
+    keep = schema.names if config.keep_columns is None else config.keep_columns
+    others = {*(config.partition_by or hive), ROW_COLUMN, FILE_COLUMN}
+    return [name for name in keep if name in schema.names and name not in others]
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column of this type holds text."""
     if pa.types.is_dictionary(kind):
@@ -460,26 +489,6 @@ class ReadSegment:
     unreadable: int = 0
 
 
-def _without_views(field: pa.Field) -> pa.Field:
-    """The field with plain text and binary in place of views, of which Arrow cannot take rows."""
-    kind = field.type
-    if pa.types.is_string_view(kind):
-        kind = pa.string()
-    elif pa.types.is_binary_view(kind):
-        kind = pa.binary()
-    elif pa.types.is_struct(kind):
-        kind = pa.struct([_without_views(f) for f in kind.fields])
-    elif pa.types.is_map(kind):
-        kind = pa.map_(_without_views(kind.key_field), _without_views(kind.item_field))
-    elif pa.types.is_fixed_size_list(kind):
-        kind = pa.list_(_without_views(kind.value_field), kind.list_size)
-    elif pa.types.is_large_list(kind):
-        kind = pa.large_list(_without_views(kind.value_field))
-    elif pa.types.is_list(kind):
-        kind = pa.list_(_without_views(kind.value_field))
-    return field if kind == field.type else field.with_type(kind)
-
-
 class _Cursor:
     """Reads ascending row ranges of one Parquet file, going on from where it stands.
 
@@ -497,9 +506,10 @@ class _Cursor:
             for g in range(self._parquet.num_row_groups)
         ]
         self.edges = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
-        schema, wanted = self._parquet.schema_arrow.remove_metadata(), set(columns)
+        schema, wanted = self._parquet.schema_arrow, set(columns)
         self._columns = columns
-        self.schema = pa.schema([_without_views(field) for field in schema if field.name in wanted])
+        self._untyped = wanted.intersection(untyped_columns(schema))
+        self.schema = pa.schema([field for field in as_read(schema) if field.name in wanted])
         self._url = url
         self._verified: dict[int, str | None] = {}
         self._group = -1
@@ -539,6 +549,9 @@ class _Cursor:
                 self._at += self._batch.num_rows if self._batch is not None else 0
                 # asked for a column "a.b", Parquet gives field b of a column "a" too
                 batch = next(self._batches).select(self.schema.names)
+                for name in self._untyped:
+                    at = batch.schema.get_field_index(name)
+                    batch = batch.set_column(at, name, without_type(batch.column(at)))
                 self._batch = batch.cast(self.schema)
                 continue
             end = self._at + self._batch.num_rows
@@ -703,14 +716,11 @@ class SuperBatchReader:
 
     def _columns(self, source: SourceFile, url: str) -> list[str]:
         schema, _ = describe(url)
-        config, hive = self._config, hive_values(source.name)
-        keep = schema.names if config.keep_columns is None else list(config.keep_columns)
-        keys = set(config.partition_by or hive)
-        ours = (ROW_COLUMN, FILE_COLUMN)
-        wanted = [n for n in keep if n in schema.names and n not in keys and n not in ours]
+        config = self._config
+        wanted = kept_columns(schema, hive_values(source.name), config)
         more = (*config.needed_columns, *config.optional_columns)
         wanted += [n for n in dict.fromkeys(more) if n in schema.names and n not in wanted]
-        return wanted + [n for n in ours if n in schema.names]
+        return wanted + [n for n in (ROW_COLUMN, FILE_COLUMN) if n in schema.names]
 
     def _assemble(
         self, segment: Segment, pieces: list[tuple[pa.Table, np.ndarray]]
@@ -749,47 +759,6 @@ def _cut(
     hi = np.minimum(stops[which], edges[group + 1])
     some = hi > lo
     return lo[some], (hi - lo)[some], owner[which][some]
-
-
-def join_tables(tables: list[pa.Table]) -> pa.Table:
-    """Tables one after another; where the types of a column do not agree, it becomes text.
-
-    A column that some of them lack is null there, whether or not the others promise values.
-    """
-    if len({tuple(t.column_names) for t in tables}) > 1:
-        tables = [_nullable(t) for t in tables]
-    if (table := _concatenated(tables)) is not None:
-        return table
-    tables = list(tables)
-    for name in dict.fromkeys(n for t in tables for n in t.column_names):
-        holders = [i for i, table in enumerate(tables) if name in table.column_names]
-        if _concatenated([tables[i].select([name]) for i in holders]) is None:
-            for i in holders:
-                at = tables[i].column_names.index(name)
-                tables[i] = tables[i].set_column(at, name, _as_text(tables[i].column(name)))
-    return pa.concat_tables(tables, promote_options="permissive")
-
-
-def _nullable(table: pa.Table) -> pa.Table:
-    fields = [field.with_nullable(True) for field in table.schema]
-    return table.cast(pa.schema(fields, table.schema.metadata))
-
-
-def _concatenated(tables: list[pa.Table]) -> pa.Table | None:
-    try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return None
-
-
-def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Values as text: what Arrow casts as it does, the rest as JSON."""
-    try:
-        return column.cast(pa.string())
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        values = (_plain(column, row) for row in range(len(column)))
-        texts = [None if v is None else json.dumps(v, ensure_ascii=False) for v in values]
-        return pa.chunked_array([pa.array(texts, pa.string())])
 
 
 def row_letter(
@@ -842,7 +811,7 @@ def _held(column: pa.ChunkedArray, row: int) -> Any:
     try:
         return column[row].as_py()
     except (ValueError, ArithmeticError, pa.ArrowException):
-        return _plain(column, row)
+        return plain_value(column, row)
 
 
 def key_values(segment: Segment) -> dict[str, Any]:
@@ -856,28 +825,5 @@ def key_values(segment: Segment) -> dict[str, Any]:
 def record_json(table: pa.Table, row: int, segment: Segment | None = None) -> str:
     """A row as JSON, for a dead letter, with its partition's keys; what JSON lacks becomes text."""
     record = {} if segment is None else key_values(segment)
-    record.update((name, _plain(table.column(name), row)) for name in table.column_names)
+    record.update((name, plain_value(table.column(name), row)) for name in table.column_names)
     return json.dumps(record, ensure_ascii=False)
-
-
-def _plain(column: pa.ChunkedArray, row: int) -> Any:
-    """One value as JSON can hold it."""
-    try:
-        return _jsonable(column[row].as_py())
-    except (ValueError, ArithmeticError, pa.ArrowException):
-        # a date that Python cannot hold, a struct with two fields of one name
-        return " ".join(column.slice(row, 1).combine_chunks().to_string().split())
-
-
-def _jsonable(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(v) for v in value]
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    return str(value)

@@ -9,7 +9,8 @@ Column types of JSONL hold for the whole file:
   holds fractions would lose digits, so such a column becomes a string column.
 - lists of strings, and lists of numbers, become Arrow lists (nulls inside are kept).
 - everything else, and every mix, becomes a string column: a string stays as it is, any other
-  value is its JSON text. So does a column without any value.
+  value is its JSON text. So does a column without any value, which is noted: another file's type
+  for it is the better one (``columns.py``).
 
 CSV carries no types: every column is a string, exactly as written.
 """
@@ -39,6 +40,7 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from surge_beam.records import DEAD_LETTER_SCHEMA, SurgeError
+from surge_beam.transforms.columns import mark_untyped
 
 ROW_COLUMN = "__surge_row"
 LINE_COLUMN = "line"
@@ -550,8 +552,12 @@ def _stage_jsonl(
         missing = tuple(name for name in wanted if name not in parser.kinds)
         kinds = {**parser.kinds, **{name: set() for name in missing}}
         schema = pa.schema({name: _column_type(kinds[name]) for name in kinds})
+        known = {text_column, *wanted}
+        untyped = [name for name in kinds if kinds[name] <= _UNTYPED and name not in known]
         rows = 0
-        with _parquet_writer(output.path, schema.append(_ROW_FIELD)) as writer:
+        with _parquet_writer(
+            output.path, mark_untyped(schema.append(_ROW_FIELD), untyped)
+        ) as writer:
             for numbers, block in spool.blocks():
                 tick()
                 columns = [
@@ -730,6 +736,7 @@ _TYPES: list[tuple[set[str], pa.DataType]] = [
     ({"[]", "[int]", "[int64]"}, pa.list_(pa.int64())),
     ({"[]", "[int]", "[float]"}, pa.list_(pa.float64())),
 ]
+_UNTYPED = {"", "[]"}
 
 
 def _column_type(kinds: set[str]) -> pa.DataType:

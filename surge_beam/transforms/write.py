@@ -22,6 +22,7 @@ import xxhash
 
 from surge_beam.records import DeadLetter, Segment, SurgeError, dead_letter_table
 from surge_beam.transforms import manifest
+from surge_beam.transforms.columns import typed
 from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.partitions import METADATA_KEY
 
@@ -151,7 +152,7 @@ class Committer:
         folder = pending if split else segment.folder
         files = []
         if rows:
-            table = encoded.table
+            table = typed(encoded.table, segment.columns)
             keep = table.column_names if self.config.columns is None else self.config.columns
             table = table.select(
                 [n for n in keep if n in table.column_names and n not in self.config.drop]

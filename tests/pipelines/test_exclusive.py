@@ -232,6 +232,10 @@ def test_an_output_that_cannot_be_made_is_refused(finished: Path, tmp_path: Path
     assert line.startswith("refused: cannot write to the output ") and "file" in line
 
 
+def test_a_model_that_is_not_there_is_refused(finished: Path, tmp_path: Path) -> None:
+    refused(tmp_path / "out", "no/such/model", input=finished / "in", model="no/such/model")
+
+
 def test_an_unknown_runner_is_refused(finished: Path, tmp_path: Path) -> None:
     refused(tmp_path / "out", "'Nope'", input=finished / "in", runner="Nope")
 

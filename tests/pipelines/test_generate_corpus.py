@@ -434,6 +434,8 @@ def test_bad_input_ends_the_job_where_asked(tmp_path: Path) -> None:
         ({"prompt_column": "p", "top_p": 0}, "top_p"),
         ({"prompt_column": "p", "stop": [""]}, "stop"),
         ({"prompt_column": "p", "page_size": 3}, "page_size"),
+        ({"prompt_column": "p", "kv_bytes": 63}, "no KV page"),
+        ({"prompt_column": "p", "profile": "no/such/profile"}, "no/such/profile"),
         ({"prompt_column": "p", "input": "no/such/input"}, "no such input"),
     ],
 )

@@ -104,9 +104,10 @@ def test_text_files_plain_and_compressed(tmp_path: Path) -> None:
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(JSONL[:40]) + gzip.compress(JSONL[40:]))
     assert run_here(input=folder, output=tmp_path / "out") == 0
     output = read_output(tmp_path / "out")
+    csv = {**CSV_ROWS, "n": [None] * len(CSV_ROWS["text"])}
     assert output.keys() == {path.name for path in folder.iterdir()}
     for name, table in output.items():
-        assert rows_of(table) == (CSV_ROWS if ".csv" in name else JSONL_ROWS), name
+        assert rows_of(table) == (csv if ".csv" in name else JSONL_ROWS), name
     found: dict[str, dict[int, str]] = {}
     for letter in dead_letters(tmp_path / "out").to_pylist():
         assert (letter["stage"], letter["attempts"]) == ("read", 1)
@@ -114,6 +115,50 @@ def test_text_files_plain_and_compressed(tmp_path: Path) -> None:
         found.setdefault(Path(letter["file"]).name, {})[letter["row"]] = letter["error"]
     assert found == {n: CSV_BAD if ".csv" in n else JSONL_BAD for n in output}
     assert conserved(tmp_path / "out")["files_passed_over"] == 0
+
+
+MIXED = {
+    "a": [{"n": 1, "none": None, "tags": [], "late": None}, {"n": None, "none": None}],
+    "b": [{"n": 2.5, "tags": [7], "more": "m", "flag": True}],
+    "c": [{"n": 3, "none": 1, "late": {"x": 1}, "flag": 2}],
+}
+
+
+@pytest.mark.parametrize("partition_by", ["", "part"])
+def test_files_of_other_columns_and_types_make_one_dataset(
+    tmp_path: Path, partition_by: str
+) -> None:
+    """JSON lines leave out what they have no value for, and write 2.0 as 2."""
+    for name, rows in MIXED.items():
+        texts = [{"part": i % 2, "text": f"{name} {i}", **row} for i, row in enumerate(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    out = tmp_path / "out"
+    options = {"partition_by": partition_by} if partition_by else {}
+    assert run_here(input=f"{tmp_path}/*.jsonl", output=out, min_rows=1, **options) == 0
+    conserved(out)
+    expected = {
+        "a 0": (1.0, None, [], None, None, None),
+        "a 1": (None, None, None, None, None, None),
+        "b 0": (2.5, None, [7], None, "m", "true"),
+        "c 0": (3.0, 1, None, '{"x":1}', None, "2"),
+    }
+    names = ("n", "none", "tags", "late", "more", "flag")
+    found = read_output(out)
+    (kinds,) = {
+        frozenset((field.name, field.type) for field in table.schema if field.name in names)
+        for table in found.values()
+    }
+    assert dict(kinds) == {
+        "n": pa.float64(), "none": pa.int64(), "tags": pa.list_(pa.int64()),
+        "late": pa.string(), "more": pa.string(), "flag": pa.string(),
+    }  # fmt: skip
+    pattern = f"{out}/{'*=*/**' if partition_by else '[!_]*'}/*.parquet"
+    by_arrow = ds.dataset(str(out), exclude_invalid_files=False).to_table().to_pylist()
+    by_duckdb = (
+        duckdb.sql(f"select * from read_parquet('{pattern}')").arrow().read_all().to_pylist()
+    )
+    for rows in (by_arrow, by_duckdb):
+        assert {r["text"]: tuple(r[n] for n in names) for r in rows} == expected
 
 
 def test_lines_with_keys(tmp_path: Path) -> None:

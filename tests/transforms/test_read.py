@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import tempfile
 from collections.abc import Callable
@@ -153,22 +152,6 @@ def test_the_text_s_bytes_count_where_it_is_not_kept(tmp_path: Path) -> None:
     scanner = Scanner(ReadConfig(keep_columns=("i",)), Store(str(tmp_path / "out")))
     (runs,) = map(unpack, scanner.scan(file))
     assert runs.nbytes.sum() > 100_000
-
-
-def test_a_column_whose_types_disagree_becomes_text() -> None:
-    date = datetime.date(2020, 1, 2)
-    tables = [
-        pa.table({"t": ["a"], "x": [1], "y": [[1]], "z": [1], "m": [2**62]}),
-        pa.table({"t": pa.array(["b"]).dictionary_encode(), "x": ["q"], "y": [["a"]], "z": [2.5]}),
-        pa.table({"t": pa.array(["c"], pa.large_string()), "y": [date], "m": [1.5]}),
-    ]
-    assert read.join_tables(tables).to_pydict() == {
-        "t": ["a", "b", "c"],
-        "x": ["1", "q", None],
-        "y": ["[1]", '["a"]', "2020-01-02"],
-        "z": [1.0, 2.5, None],
-        "m": [str(2**62), None, "1.5"],
-    }
 
 
 def test_a_record_is_json_whatever_the_row_holds() -> None:
