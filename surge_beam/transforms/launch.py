@@ -37,6 +37,7 @@ _DEFAULT_RUNNER = "--runner=FnApiRunner"
 _ALIKE = 0.85
 
 Job = TypeVar("Job", bound=FileJob)
+_View = TypeVar("_View", bound=PipelineOptions)
 Report = dict[str, Any]
 
 
@@ -138,7 +139,7 @@ def run_job(
       SurgeError: the job failed; the message is for a person.
     """
     check_paths(job.input, job.output)
-    options = PipelineOptions([_DEFAULT_RUNNER, *beam_args])
+    options = _JobOptions([_DEFAULT_RUNNER, *beam_args])
     runner = _runner(options.view_as(StandardOptions).runner)
     if options.view_as(TestOptions).dry_run:
         _ = (pipeline := beam.Pipeline(runner, options=options)) | "Job" >> transform(job)
@@ -169,6 +170,20 @@ def run_job(
         try_write_html(store, report)
         finish(store, job.run)
     return report
+
+
+class _JobOptions(PipelineOptions):
+    """Beam's options, of which a view is parsed once: Beam asks for some at every transform."""
+
+    def view_as(self, cls: type[_View]) -> _View:
+        views = self.__dict__.setdefault("_views", {})
+        if cls not in views:
+            views[cls] = super().view_as(cls)
+        return views[cls]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what Beam takes out of the options when they travel is in the views too
+        return {k: v for k, v in super().__getstate__().items() if k != "_views"}
 
 
 def _runner(name: Any) -> PipelineRunner:

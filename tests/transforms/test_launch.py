@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 
 import pytest
+from apache_beam.options.pipeline_options import GoogleCloudOptions, StandardOptions
 
 from pipelines import embed_corpus, generate_corpus
 from surge_beam.records import RefusedError
-from surge_beam.transforms.launch import names, parse
+from surge_beam.transforms.launch import _JobOptions, names, parse
 
 OURS = ["--input", "in", "--output", "out"]
 
@@ -60,3 +62,16 @@ def test_names():
     assert names("") == ()
     with pytest.raises(argparse.ArgumentTypeError, match="'b' occurs more than once"):
         names("b,a, b")
+
+
+def test_a_view_of_the_options_is_parsed_once() -> None:
+    options = _JobOptions(["--runner=FnApiRunner", "--impersonate_service_account=someone"])
+    standard, cloud = options.view_as(StandardOptions), options.view_as(GoogleCloudOptions)
+    assert options.view_as(StandardOptions) is standard
+    standard.runner = "PrismRunner"
+    assert options.get_all_options()["runner"] == cloud.get_all_options()["runner"] == "PrismRunner"
+    # as Beam has it: what travels does not say on whose behalf the job was submitted
+    travelled = pickle.loads(pickle.dumps(options))
+    assert travelled.view_as(StandardOptions).runner == "PrismRunner"
+    assert travelled.view_as(GoogleCloudOptions).impersonate_service_account is None
+    assert cloud.impersonate_service_account == "someone"
