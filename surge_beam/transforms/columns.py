@@ -166,22 +166,21 @@ def _nullable(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def typed(table: pa.Table, columns: bytes) -> pa.Table:
+def typed(table: pa.Table, columns: bytes, keys: Collection[str] = ()) -> pa.Table:
     """A partition as it is written: in the types of the given columns, and with those it lacks.
 
     A column whose values the type cannot hold, such as 2**60 + 1 as a float, stays as it is.
 
     Args:
-      columns: packed, or empty to take the table's own.
+      columns: packed.
+      keys: names that stand in the partition's folder, not in its files.
     """
-    if not columns:
-        return table
     wanted = {field.name: field.type for field in unpack_columns(columns)}
     found = {}
     for name in table.column_names:
         column = table.column(name)
         found[name] = _cast(column, wanted.get(name, column.type))
-    for name in [name for name in wanted if name not in found]:
+    for name in [name for name in wanted if name not in found and name not in keys]:
         found[name] = pa.nulls(len(table), wanted[name])
     return pa.table(found)
 
@@ -191,6 +190,9 @@ def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
         return column
     if kind == pa.string():
         return _as_text(column)
+    if _is_text(column.type) and not _is_text(kind):
+        # made text by join_tables, since a number would lose digits
+        return column
     try:
         return column.cast(kind)
     except pa.ArrowException:

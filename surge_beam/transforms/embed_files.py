@@ -50,6 +50,7 @@ FLOOR_ROWS = 1024
 SAMPLE_TEXTS = 256
 SAMPLE_TEXTS_OF_A_FILE = 16
 COSTS = "_surge/costs.json"
+GIVE_BACK_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,6 +217,7 @@ class _Encode(beam.DoFn):
         self._committer = Committer(store, config.write, config.run)
         self._overlap = Overlap(self._read, self._encode, self._commit)
         self._base_rss = psutil.Process().memory_info().rss
+        self._freed = 0
 
     def start_bundle(self) -> None:
         self._overlap.reset()
@@ -341,7 +343,10 @@ class _Encode(beam.DoFn):
             "peak_memory": peak_rss(),
         }
         self._committer.commit(read.plan.id, segments, header)
-        give_back_freed_memory()
+        self._freed += encoded.matrix.nbytes
+        if self._freed >= GIVE_BACK_BYTES:
+            give_back_freed_memory()
+            self._freed = 0
         return header, sorted({s.segment.fingerprint for s in segments if s.segment.parts > 1})
 
     def _added(self, matrix: np.ndarray) -> dict[str, pa.Array]:

@@ -33,8 +33,8 @@ def share_freed_memory() -> None:
 def give_back_freed_memory() -> None:
     """Gives what this process has freed back to the system, in some milliseconds.
 
-    Once a SuperBatch: what reading and writing it took, in pieces between what still lives, would
-    otherwise stay.
+    After some SuperBatches: what reading and writing them took, in pieces between what still
+    lives, would otherwise stay.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

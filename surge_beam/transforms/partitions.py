@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from surge_beam.records import SurgeError
+from surge_beam.records import Segment, SurgeError
 
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 METADATA_KEY = b"surge.partition"
@@ -281,3 +281,11 @@ class KeyRuns:
                 known = self._known[values] = key_folder(self._names, list(values))
             partitions.append(known)
         return partitions, which.astype(np.int64), starts
+
+
+def key_values(segment: Segment) -> dict[str, Any]:
+    """Exact values of a partition's key columns; none of a partition that is a file."""
+    # only folders of key columns hold a plain equals sign
+    if "=" not in segment.folder:
+        return {}
+    return {name: key["value"] for name, key in json.loads(segment.values).items()}

@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from surge_beam.policy.superbatch import Limits, Piece, cut_superbatches
-from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan, unpack
+from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan, SurgeError, unpack
 from surge_beam.transforms import manifest
-from surge_beam.transforms.columns import common_columns
+from surge_beam.transforms.columns import common_columns, unpack_columns
 from surge_beam.transforms.exchange import scatter
 from surge_beam.transforms.files import Store, digest
+from surge_beam.transforms.partitions import hive_values
 from surge_beam.transforms.read import FILE_LETTERS, SCANS, UNREADABLE, FileRuns, expand_ranges
 from surge_beam.transforms.write import ROW_LETTERS
 
@@ -179,7 +180,8 @@ class Planner:
         self._committed = committed
         self._sound: set[str] = set()
         self._runs, self._which, nbytes = self._collect(parts)
-        self._columns = common_columns(part.columns for part in parts if part.columns)
+        self._file_columns = list(dict.fromkeys(part.columns for part in parts if part.columns))
+        self._columns = common_columns(self._file_columns)
         count = len(self._runs.folders)
         self.rows = np.bincount(self._which, self._runs.rows, minlength=count).astype(np.int64)
         self._bytes = np.bincount(self._which, nbytes, minlength=count).astype(np.int64)
@@ -225,6 +227,15 @@ class Planner:
             _joined(rows)[order],
         )
         return runs, of_run, _joined(nbytes)[order]
+
+    def check_kept(self, names: Iterable[str]) -> None:
+        """Raises SurgeError where no file has one of the columns that are to be kept."""
+        found = {f.name for columns in self._file_columns for f in unpack_columns(columns)}
+        missing = [name for name in names if name not in found]
+        folders = {name for source in self._runs.files for name in hive_values(source.name)}
+        for name in missing if self._file_columns else ():
+            if name not in folders:
+                raise SurgeError(f"no file has a column {name!r}, which keep_columns asks for")
 
     def plan(self, limits: Limits) -> Iterator[SuperBatchPlan | SplitPartition]:
         """SuperBatches to encode, and the split partitions to publish after them."""

@@ -230,6 +230,8 @@ class _Plan(beam.DoFn):
         store = Store(self._job.output)
         limits = self._job.limits(costs)
         planner = Planner(grouped[1], manifest.load(store))
+        config = self._job.read
+        planner.check_kept(set(config.keep_columns or ()) - set(config.partition_by))
         scattered = planner.scattered(limits)
         splits: list[SplitPartition] = []
         chunks = self._chunks(planner, limits, splits)

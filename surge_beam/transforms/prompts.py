@@ -18,7 +18,8 @@ from surge_beam.transforms.batch_lines import (
     parse_line,
     parse_messages,
 )
-from surge_beam.transforms.read import key_values, rows_of
+from surge_beam.transforms.partitions import key_values
+from surge_beam.transforms.read import rows_of
 from surge_beam.transforms.textfiles import LINE_COLUMN, MAX_LINE_BYTES
 
 

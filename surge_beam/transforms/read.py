@@ -45,6 +45,7 @@ from surge_beam.transforms.partitions import (
     hive_values,
     key_folder,
     key_type,
+    key_values,
 )
 
 RESERVED = "__surge_"
@@ -72,7 +73,7 @@ class ReadConfig:
       optional_columns: further columns to read where a file has them.
       lines: a file is lines of text, of which each is a row with one binary column ``line``.
       partition_by: key columns; empty means hive folders, else one partition a file.
-      keep_columns: columns to carry to the output; None means all.
+      keep_columns: columns to carry to the output, null where a file lacks one; None means all.
       added_columns: names the output adds, which no input column may have.
       fail_on_bad_input: raise BadInputError instead of writing a dead letter.
     """
@@ -238,11 +239,9 @@ class Scanner:
         first: dict[str, Any] = {"dead_letters": bad}
         if group_rows.any():
             own = as_read(schema)
-            kept = kept_columns(schema, hive, self.config)
-            first["columns"] = pack_columns(
-                pa.schema([own.field(name) for name in kept]),
-                inferred=source.format != "parquet",
-            )
+            fields = [own.field(name) for name in kept_columns(schema, hive, self.config)]
+            fields += [(n, pa.string()) for n in kept_folders(schema.names, hive, self.config)]
+            first["columns"] = pack_columns(pa.schema(fields), inferred=source.format != "parquet")
         if self.config.partition_by:
             yield from self._key_runs(source, url, schema, hive, group_rows, group_bytes, first)
             return
@@ -437,9 +436,6 @@ def check_schema(schema: pa.Schema, hive: dict[str, str | None], config: ReadCon
     for name in config.partition_by:
         if name not in names and name not in hive:
             raise SurgeError(f"no key column {name!r} in the file or its folder names")
-    for name in config.keep_columns or ():
-        if name not in names and name not in hive:
-            raise SurgeError(f"no column {name!r}, which keep_columns asks for")
     if len(set(names)) != len(names):
         twice = sorted({n for n in names if names.count(n) > 1})
         raise SurgeError(f"column {twice[0]!r} occurs more than once")
@@ -460,6 +456,17 @@ def kept_columns(schema: pa.Schema, hive: dict[str, str | None], config: ReadCon
     keep = schema.names if config.keep_columns is None else config.keep_columns
     others = {*(config.partition_by or hive), ROW_COLUMN, FILE_COLUMN}
     return [name for name in keep if name in schema.names and name not in others]
+
+
+def kept_folders(
+    names: Sequence[str], hive: dict[str, str | None], config: ReadConfig
+) -> list[str]:
+    """The folders' names that are columns of the output, since they are neither keys of a
+    partition nor columns of the file.
+    """
+    keys, keep = config.partition_by, config.keep_columns
+    others = [name for name in hive if keys and name not in keys and name not in names]
+    return [name for name in others if keep is None or name in keep]
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -735,12 +742,12 @@ class SuperBatchReader:
 
     def _with_hive(self, table: pa.Table, source: SourceFile) -> pa.Table:
         """Adds the folder values that are not key columns, since they would be lost otherwise."""
-        config = self._config
-        for name, value in hive_values(source.name).items():
-            kept = config.keep_columns is None or name in config.keep_columns
-            wanted = kept or name in config.optional_columns
-            if wanted and name not in config.partition_by and name not in table.column_names:
-                constant = pa.repeat(pa.scalar(value, pa.string()), table.num_rows)
+        config, hive = self._config, hive_values(source.name)
+        wanted = kept_folders(table.column_names, hive, config)
+        wanted += [n for n in config.optional_columns if n in hive and n not in wanted]
+        for name in wanted:
+            if name not in config.partition_by and name not in table.column_names:
+                constant = pa.repeat(pa.scalar(hive[name], pa.string()), table.num_rows)
                 table = table.append_column(name, constant)
         return table
 
@@ -812,14 +819,6 @@ def _held(column: pa.ChunkedArray, row: int) -> Any:
         return column[row].as_py()
     except (ValueError, ArithmeticError, pa.ArrowException):
         return plain_value(column, row)
-
-
-def key_values(segment: Segment) -> dict[str, Any]:
-    """Exact values of a partition's key columns; none of a partition that is a file."""
-    # only folders of key columns hold a plain equals sign
-    if "=" not in segment.folder:
-        return {}
-    return {name: key["value"] for name, key in json.loads(segment.values).items()}
 
 
 def record_json(table: pa.Table, row: int, segment: Segment | None = None) -> str:

@@ -150,6 +150,9 @@ def read_file(source: SourceFile, config: ReadConfig) -> Iterator[pa.RecordBatch
         schema, about = describe(url)
         hive = hive_values(source.name)
         check_schema(schema, hive, config)
+        for name in config.keep_columns or ():
+            if name not in schema.names and name not in hive:
+                raise SurgeError(f"no column {name!r}, which keep_columns asks for")
         added = _added_columns(source, schema, hive, config)
         columns = _columns(schema, added, config)
         yield from letters

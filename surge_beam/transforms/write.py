@@ -24,7 +24,7 @@ from surge_beam.records import DeadLetter, Segment, SurgeError, dead_letter_tabl
 from surge_beam.transforms import manifest
 from surge_beam.transforms.columns import typed
 from surge_beam.transforms.files import Store, digest
-from surge_beam.transforms.partitions import METADATA_KEY
+from surge_beam.transforms.partitions import METADATA_KEY, key_values
 
 ROW_LETTERS = "_surge/dead_letters/rows"
 PENDING = "_surge/pending"
@@ -152,7 +152,9 @@ class Committer:
         folder = pending if split else segment.folder
         files = []
         if rows:
-            table = typed(encoded.table, segment.columns)
+            table = encoded.table
+            if segment.columns:
+                table = typed(table, segment.columns, keys=key_values(segment))
             keep = table.column_names if self.config.columns is None else self.config.columns
             table = table.select(
                 [n for n in keep if n in table.column_names and n not in self.config.drop]
