@@ -16,7 +16,9 @@ import pyarrow as pa
 UNTYPED_KEY = b"surge.untyped"
 MAX_COMMON = 2_000
 _INFERRED = {b"surge.inferred": b""}
+_LEFT = {b"surge.left": b""}
 _NULLS = pa.list_(pa.null())
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _SETTLED = {pa.null(): pa.string(), _NULLS: pa.list_(pa.string())}
 
 
@@ -65,11 +67,13 @@ def _without_views(field: pa.Field) -> pa.Field:
 
 
 def without_type(column: pa.Array) -> pa.Array:
-    """A column of nulls and empty lists alone, in the type ``as_read`` gives it."""
+    """A column of nulls, or of lists of nulls, in the type ``as_read`` gives it."""
     if not pa.types.is_list(column.type):
         return pa.nulls(len(column))
-    offsets = pa.array(np.zeros(len(column) + 1, np.int32))
-    return pa.ListArray.from_arrays(offsets, pa.nulls(0), mask=column.is_null())
+    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    values = pa.nulls(int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=column.is_null())
 
 
 def pack_columns(schema: pa.Schema, *, inferred: bool) -> bytes:
@@ -79,27 +83,33 @@ def pack_columns(schema: pa.Schema, *, inferred: bool) -> bytes:
       inferred: the types are guesses from the values of a text file.
     """
     plain = pa.schema([(field.name, field.type) for field in schema])
-    return zlib.compress(plain.with_metadata(_INFERRED if inferred else None).serialize())
+    return _pack(plain.with_metadata(_INFERRED if inferred else None))
+
+
+def _pack(schema: pa.Schema) -> bytes:
+    return zlib.compress(schema.serialize())
 
 
 @functools.lru_cache(maxsize=64)
 def unpack_columns(packed: bytes) -> pa.Schema:
-    """What ``pack_columns`` was given."""
+    """What ``pack_columns`` was given, or ``common_columns`` found."""
     return pa.ipc.read_schema(pa.BufferReader(zlib.decompress(packed)))
 
 
 def common_columns(files: Iterable[bytes]) -> bytes:
     """All columns of files, each of a type that can hold every file's values.
 
-    A column has none where types that were written down have nothing in common, or would lose
-    digits; it is left as each file has it. Types that were inferred become text there.
+    Types that were inferred and have nothing in common become text. Types that were written down
+    are left as each file has them, also where the common one would lose digits; the first of them
+    is for the files that lack the column.
 
     Args:
       files: the packed columns of each.
 
     Returns:
-      Packed columns, in the order in which they are met; empty where the files agree, and where
-      they have more than ``MAX_COMMON`` together, which are tables of other things each.
+      Packed columns, in the order in which they are met; empty where the files agree. Of more than
+      ``MAX_COMMON`` together, which are tables of other things each, only those that have no type
+      in one of them.
     """
     distinct = [unpack_columns(packed) for packed in dict.fromkeys(files)]
     kinds: dict[str, list[pa.DataType]] = {}
@@ -109,36 +119,54 @@ def common_columns(files: Iterable[bytes]) -> bytes:
             kinds.setdefault(field.name, []).append(field.type)
         written |= set(schema.names) if schema.metadata != _INFERRED else set()
     if len(kinds) > MAX_COMMON:
-        return b""
+        kinds = {n: found for n, found in kinds.items() if not _SETTLED.keys().isdisjoint(found)}
     fields = []
     for name, found in kinds.items():
-        kind = _common(found, inferred=name not in written)
-        if kind is not None:
-            agreed = found == [kind] * len(distinct)
-            fields.append((name, kind if agreed else _nullable(kind)))
-    if len(distinct) < 2 and fields == [(f.name, f.type) for schema in distinct for f in schema]:
+        kind = common_type(found, everywhere=len(found) == len(distinct))
+        if kind is None and name in written:
+            first = next(one for one in found if one not in _SETTLED)
+            fields.append(pa.field(name, _nullable(first), metadata=_LEFT))
+            continue
+        kind = pa.string() if kind is None else kind
+        fields.append(pa.field(name, kind if name in written else _SETTLED.get(kind, kind)))
+    if len(distinct) < 2 and fields == [f for schema in distinct for f in schema]:
         return b""
-    return pack_columns(pa.schema(fields), inferred=False)
+    return _pack(pa.schema(fields))
 
 
-def _common(kinds: list[pa.DataType], *, inferred: bool) -> pa.DataType | None:
-    """A type that holds all of them, or None."""
-    schemas = [pa.schema([("", kind)]) for kind in dict.fromkeys(kinds)]
+def common_type(kinds: list[pa.DataType], *, everywhere: bool) -> pa.DataType | None:
+    """A type that can hold the values of all of them without losing any digit, or None.
+
+    Args:
+      everywhere: no table lacks the column, which would be null there.
+    """
+    distinct = list(dict.fromkeys(kinds))
+    if len(distinct) == 1:
+        return distinct[0] if everywhere else _nullable(distinct[0])
+    if any(not pa.types.is_dictionary(k) and k not in _SETTLED for k in distinct):
+        distinct = [k.value_type if pa.types.is_dictionary(k) else k for k in distinct]
+    if any(map(pa.types.is_decimal, distinct)) and any(map(pa.types.is_integer, distinct)):
+        distinct = [_DIGITS.get(k, k) for k in distinct]
     try:
+        schemas = [pa.schema([("", k)]) for k in distinct]
         kind = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
-        return pa.string() if inferred else None
-    if inferred:
-        return _SETTLED.get(kind, kind)
-    if len(schemas) > 1:
-        # Arrow would widen text to bytes, and decimals to floats
-        before = {leaf for one in kinds for leaf in _leaves(one)}
-        for leaf in _leaves(kind):
-            if _is_binary(leaf) and any(map(_is_text, before)):
-                return None
-            if pa.types.is_floating(leaf) and any(map(pa.types.is_decimal, before)):
-                return None
-    return kind
+        return None
+    # Arrow would widen text to bytes, and decimals to floats
+    before = {leaf for one in distinct for leaf in _leaves(one)}
+    for leaf in _leaves(kind):
+        if _is_binary(leaf) and any(map(_is_text, before)):
+            return None
+        if pa.types.is_floating(leaf) and any(map(pa.types.is_decimal, before)):
+            return None
+    return _nullable(kind)
+
+
+_DIGITS = {
+    pa.int8(): pa.decimal128(3), pa.int16(): pa.decimal128(5), pa.int32(): pa.decimal128(10),
+    pa.int64(): pa.decimal128(19), pa.uint8(): pa.decimal128(3), pa.uint16(): pa.decimal128(5),
+    pa.uint32(): pa.decimal128(10), pa.uint64(): pa.decimal128(20),
+}  # fmt: skip
 
 
 def _leaves(kind: pa.DataType) -> list[pa.DataType]:
@@ -156,10 +184,13 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _nullable(kind: pa.DataType) -> pa.DataType:
-    """A type whose parts may be null too, as they are where a file lacks the column."""
+    """A type whose parts may be null too, as they are where a file lacks the column.
+
+    Lists of fixed size become plain ones: Arrow cannot read back those that hold nulls.
+    """
     if pa.types.is_struct(kind):
         return pa.struct([(f.name, _nullable(f.type)) for f in kind.fields])
-    if pa.types.is_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
         return pa.list_(_nullable(kind.value_type))
     if pa.types.is_large_list(kind):
         return pa.large_list(_nullable(kind.value_type))
@@ -167,79 +198,114 @@ def _nullable(kind: pa.DataType) -> pa.DataType:
 
 
 def typed(table: pa.Table, columns: bytes, keys: Collection[str] = ()) -> pa.Table:
-    """A partition as it is written: in the types of the given columns, and with those it lacks.
+    """A partition as it is written: with the given columns first, in their order and types.
 
-    A column whose values the type cannot hold, such as 2**60 + 1 as a float, stays as it is.
+    Those it lacks are null. One whose values the type cannot hold, such as 2**60 + 1 as a float,
+    stays as it is.
 
     Args:
-      columns: packed.
+      columns: packed, of ``common_columns``.
       keys: names that stand in the partition's folder, not in its files.
     """
-    wanted = {field.name: field.type for field in unpack_columns(columns)}
-    found = {}
+    held, found = set(table.column_names), {}
+    for field in unpack_columns(columns):
+        if field.name in held:
+            column = table.column(field.name)
+            found[field.name] = column if field.metadata else _cast(column, field.type)
+        elif field.name not in keys:
+            found[field.name] = pa.nulls(len(table), field.type)
     for name in table.column_names:
-        column = table.column(name)
-        found[name] = _cast(column, wanted.get(name, column.type))
-    for name in [name for name in wanted if name not in found and name not in keys]:
-        found[name] = pa.nulls(len(table), wanted[name])
+        found.setdefault(name, table.column(name))
     return pa.table(found)
 
 
 def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    if column.type == kind:
-        return column
     if kind == pa.string():
         return _as_text(column)
     if _is_text(column.type) and not _is_text(kind):
         # made text by join_tables, since a number would lose digits
         return column
     try:
-        return column.cast(kind)
+        return as_type(column, kind)
     except pa.ArrowException:
         return column
+
+
+def as_type(column: Any, kind: pa.DataType) -> Any:
+    """An array, or a chunked one, in another type.
+
+    Raises:
+      pa.ArrowException: a value does not fit it, or there is no such cast.
+    """
+    if column.type == kind:
+        # Arrow fails to cast a slice of lists of nulls to their own type
+        return column
+    # null has no cast to some types, such as UUIDs
+    return pa.nulls(len(column), kind) if pa.types.is_null(column.type) else column.cast(kind)
 
 
 def join_tables(tables: list[pa.Table]) -> pa.Table:
     """Tables one after another; where the types of a column do not agree, it becomes text.
 
-    A column that some of them lack is null there, whether or not the others promise values.
+    A column that some of them lack is null there.
     """
-    if len({tuple(t.column_names) for t in tables}) > 1:
-        tables = [_with_nulls(t) for t in tables]
-    if (table := _concatenated(tables)) is not None:
-        return table
-    tables = list(tables)
-    for name in dict.fromkeys(n for t in tables for n in t.column_names):
-        holders = [i for i, table in enumerate(tables) if name in table.column_names]
-        if _concatenated([tables[i].select([name]) for i in holders]) is None:
-            for i in holders:
-                at = tables[i].column_names.index(name)
-                tables[i] = tables[i].set_column(at, name, _as_text(tables[i].column(name)))
-    return pa.concat_tables(tables, promote_options="permissive")
+    if all(table.schema.equals(tables[0].schema) for table in tables):
+        return pa.concat_tables(tables)
+    joined = {}
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        own = [t.column(name) if name in t.column_names else pa.nulls(len(t)) for t in tables]
+        kinds = [t.schema.field(name).type for t in tables if name in t.column_names]
+        joined[name] = _join(own, common_type(kinds, everywhere=len(kinds) == len(tables)))
+    return pa.table(joined)
 
 
-def _with_nulls(table: pa.Table) -> pa.Table:
-    fields = [field.with_nullable(True) for field in table.schema]
-    return table.cast(pa.schema(fields, table.schema.metadata))
+def _join(columns: list[Any], kind: pa.DataType | None) -> pa.ChunkedArray:
+    if kind is not None:
+        # a value may not fit, such as 2**60 + 1 in a column of floats
+        with contextlib.suppress(pa.ArrowException):
+            return _chunked([as_type(column, kind) for column in columns], kind)
+    return _chunked([_as_text(column) for column in columns], pa.string())
 
 
-def _concatenated(tables: list[pa.Table]) -> pa.Table | None:
-    try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return None
+def _chunked(columns: list[Any], kind: pa.DataType) -> pa.ChunkedArray:
+    chunks = [c.chunks if isinstance(c, pa.ChunkedArray) else [c] for c in columns]
+    return pa.chunked_array([chunk for some in chunks for chunk in some], kind)
+
+
+def fill_untyped(tables: list[pa.Table]) -> list[pa.Table]:
+    """Tables in which a column of nulls has the type that the others have, if it is one type."""
+    kinds: dict[str, set[pa.DataType]] = {}
+    for table in tables:
+        for field in table.schema:
+            kinds.setdefault(field.name, set()).add(field.type)
+    wanted: dict[str, pa.DataType] = {}
+    for name, found in kinds.items():
+        typed_ones = found - _SETTLED.keys()
+        if len(found) > 1 and len(typed_ones) == 1:
+            (kind,) = typed_ones
+            if _nullable(kind) == kind:
+                wanted[name] = kind
+    return [_with_types(table, wanted) for table in tables]
+
+
+def _with_types(table: pa.Table, wanted: dict[str, pa.DataType]) -> pa.Table:
+    for at, field in enumerate(table.schema):
+        if field.name in wanted:
+            column = as_type(table.column(at), wanted[field.name])
+            table = table.set_column(at, field.name, column)
+    return table
 
 
 def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Values as text: what Arrow casts as it does, the rest as JSON."""
+    if not isinstance(column, pa.ChunkedArray):
+        column = pa.chunked_array([column])
     # of an extension type, such as a UUID, Arrow would cast the bytes beneath
     if not isinstance(column.type, pa.BaseExtensionType):
         with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):
             return column.cast(pa.string())
     values = (plain_value(column, row) for row in range(len(column)))
-    texts = [
-        v if v is None or isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values
-    ]
+    texts = [v if v is None or isinstance(v, str) else _COMPACT.encode(v) for v in values]
     return pa.chunked_array([pa.array(texts, pa.string())])
 
 

@@ -26,6 +26,7 @@ from surge_beam.records import (
     pack,
     unpack,
 )
+from surge_beam.transforms.columns import fill_untyped
 from surge_beam.transforms.files import Store, digest
 from surge_beam.transforms.read import (
     FILE_COLUMN,
@@ -187,7 +188,7 @@ class Exchange:
         """Writes the file of a bucket; yields its plans, which now read that file.
 
         A bucket whose files differ in their columns is left where it is: its plans read the
-        input, so that no partition takes on the columns of another.
+        input, so that a partition's texts do not depend on the files of another.
 
         Raises:
           SurgeError: rows are missing that no run reported as lost.
@@ -199,6 +200,7 @@ class Exchange:
                 table = self._batch(name, index)
                 sources.append(unpack(table.schema.metadata[SOURCE_KEY]))
                 tables.append(table.replace_schema_metadata(None))
+        tables = fill_untyped(tables)
         if not tables or any(t.schema != tables[0].schema for t in tables):
             yield from bucket.plans
             return

@@ -30,6 +30,7 @@ from surge_beam.records import (
 )
 from surge_beam.transforms.columns import (
     as_read,
+    as_type,
     join_tables,
     pack_columns,
     plain_value,
@@ -556,10 +557,13 @@ class _Cursor:
                 self._at += self._batch.num_rows if self._batch is not None else 0
                 # asked for a column "a.b", Parquet gives field b of a column "a" too
                 batch = next(self._batches).select(self.schema.names)
-                for name in self._untyped:
-                    at = batch.schema.get_field_index(name)
-                    batch = batch.set_column(at, name, without_type(batch.column(at)))
-                self._batch = batch.cast(self.schema)
+                columns = [
+                    without_type(column)
+                    if field.name in self._untyped
+                    else as_type(column, field.type)
+                    for field, column in zip(self.schema, batch.columns, strict=True)
+                ]
+                self._batch = pa.RecordBatch.from_arrays(columns, schema=self.schema)
                 continue
             end = self._at + self._batch.num_rows
             last = int(np.searchsorted(starts, end))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipelines import embed_corpus
 from surge_beam.records import Segment, Slice, SourceFile, SuperBatchPlan
 from surge_beam.transforms import plan_files
-from surge_beam.transforms.exchange import Bucket, scatter, spread
+from surge_beam.transforms.exchange import Bucket, Exchange, scatter, spread
 
 
 def _write_corpus(folder: Path) -> None:
@@ -93,6 +93,32 @@ def test_files_of_other_columns_are_read_in_place(tmp_path, monkeypatch):
         pq.write_table(table, corpus / f"{number}.parquet")
     _run(monkeypatch, corpus, tmp_path / "a", 1e9)
     _run(monkeypatch, corpus, tmp_path / "b", 0.0)
+    assert _tables(tmp_path / "a") == _tables(tmp_path / "b")
+
+
+def test_a_file_with_nulls_alone_is_brought_together_with_others(tmp_path, monkeypatch):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(3):
+        rows = [
+            {"key": i % 5, "text": f"{number} {i}", "n": i if number else None, "l": [i] * number}
+            for i in range(80)
+        ]
+        (corpus / f"{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read_from: set[str] = set()
+    merge = Exchange.merge
+
+    def watched(self, *args):
+        for plan in merge(self, *args):
+            slices = [x for segment in plan.segments for x in segment.slices]
+            read_from.update(Path(plan.files[x.file].url).name for x in slices)
+            yield plan
+
+    monkeypatch.setattr(Exchange, "merge", watched)
+    _run(monkeypatch, corpus, tmp_path / "a", 1e9)
+    assert not read_from
+    _run(monkeypatch, corpus, tmp_path / "b", 0.0)
+    assert read_from and all(name.startswith("bucket-") for name in read_from)
     assert _tables(tmp_path / "a") == _tables(tmp_path / "b")
 
 
