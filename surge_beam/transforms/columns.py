@@ -31,15 +31,20 @@ def mark_untyped(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
 
 
 def untyped_columns(schema: pa.Schema) -> list[str]:
-    """Those that ``mark_untyped`` was given."""
+    """Those that ``mark_untyped`` was given. Ask only of what was staged from text: in a file of
+    somebody else's the same key is theirs, and may say anything.
+    """
     return list(json.loads((schema.metadata or {}).get(UNTYPED_KEY, b"[]")))
 
 
-def as_read(schema: pa.Schema) -> pa.Schema:
+def as_read(schema: pa.Schema, *, inferred: bool) -> pa.Schema:
     """The schema in which a file's columns are read: without metadata and views, of which Arrow
-    cannot take rows, and with untyped columns as nulls or lists of nulls.
+    cannot take rows.
+
+    Args:
+      inferred: it was staged from text, and its untyped columns are nulls or lists of nulls.
     """
-    for name in untyped_columns(schema):
+    for name in untyped_columns(schema) if inferred else ():
         at = schema.get_field_index(name)
         is_list = pa.types.is_list(schema.field(at).type)
         schema = schema.set(at, pa.field(name, _NULLS if is_list else pa.null()))

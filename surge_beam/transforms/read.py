@@ -239,10 +239,11 @@ class Scanner:
         _check_folder_values(url, schema, hive, group_rows)
         first: dict[str, Any] = {"dead_letters": bad}
         if group_rows.any():
-            own = as_read(schema)
+            inferred = source.format != "parquet"
+            own = as_read(schema, inferred=inferred)
             fields = [own.field(name) for name in kept_columns(schema, hive, self.config)]
             fields += [(n, pa.string()) for n in kept_folders(schema.names, hive, self.config)]
-            first["columns"] = pack_columns(pa.schema(fields), inferred=source.format != "parquet")
+            first["columns"] = pack_columns(pa.schema(fields), inferred=inferred)
         if self.config.partition_by:
             yield from self._key_runs(source, url, schema, hive, group_rows, group_bytes, first)
             return
@@ -505,7 +506,7 @@ class _Cursor:
       schema: of the batches that ``read`` yields.
     """
 
-    def __init__(self, url: str, columns: list[str]):
+    def __init__(self, url: str, columns: list[str], *, inferred: bool):
         fs, path = filesystem(url)
         self._file = fs.open(path, "rb")
         self._parquet = pq.ParquetFile(self._file, coerce_int96_timestamp_unit=INT96_UNIT)
@@ -516,8 +517,9 @@ class _Cursor:
         self.edges = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
         schema, wanted = self._parquet.schema_arrow, set(columns)
         self._columns = columns
-        self._untyped = wanted.intersection(untyped_columns(schema))
-        self.schema = pa.schema([field for field in as_read(schema) if field.name in wanted])
+        self._untyped = set(untyped_columns(schema)) if inferred else set()
+        read = as_read(schema, inferred=inferred)
+        self.schema = pa.schema([field for field in read if field.name in wanted])
         self._url = url
         self._verified: dict[int, str | None] = {}
         self._group = -1
@@ -719,7 +721,8 @@ class SuperBatchReader:
                 if not self._store.exists(name):
                     stage(self._store, source, self._config)
                 url = self._store.url_of(name)
-            known = _Cursor(url, self._columns(source, url))
+            inferred = source.format != "parquet"
+            known = _Cursor(url, self._columns(source, url), inferred=inferred)
         self._cursors[source.fingerprint] = known
         while len(self._cursors) > self.OPEN_FILES:
             self._cursors.pop(next(iter(self._cursors))).close()

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from surge_beam.records import SurgeError
 from surge_beam.transforms import plan_files
+from surge_beam.transforms.columns import UNTYPED_KEY
 from surge_beam.transforms.files import list_input
 from tests.pipelines.harness import (
     conserved,
@@ -159,6 +160,19 @@ def test_files_of_other_columns_and_types_make_one_dataset(
     )
     for rows in (by_arrow, by_duckdb):
         assert {r["text"]: tuple(r[n] for n in names) for r in rows} == expected
+
+
+@pytest.mark.parametrize("said", [b'["n", "text"]', b"{", b'["nowhere"]'])
+def test_a_file_s_own_metadata_is_not_ours(tmp_path: Path, said: bytes) -> None:
+    table = pa.table({"text": ["a"], "n": [1]}).replace_schema_metadata({UNTYPED_KEY: said})
+    write_rows(tmp_path / "in" / "a.parquet", table)
+    (tmp_path / "in" / "b.parquet.gz").write_bytes(
+        gzip.compress((tmp_path / "in" / "a.parquet").read_bytes())
+    )
+    assert run_here(input=tmp_path / "in", output=tmp_path / "out") == 0
+    for found in read_output(tmp_path / "out").values():
+        assert rows_of(found) == {"text": ["a"], "n": [1]}
+    assert conserved(tmp_path / "out")["dead_letters"] == 0
 
 
 def test_lines_with_keys(tmp_path: Path) -> None:

@@ -227,10 +227,10 @@ def test_values_become_text_as_they_would_be_read() -> None:
 def test_a_guessed_type_gives_way() -> None:
     schema = pa.schema([("n", pa.string()), ("e", pa.list_(pa.string())), ("t", pa.string())])
     marked = mark_untyped(schema, ["e", "n"])
-    assert as_read(marked) == pa.schema(
+    assert as_read(marked, inferred=True) == pa.schema(
         [("n", pa.null()), ("e", pa.list_(pa.null())), ("t", pa.string())]
     )
-    assert as_read(schema) == schema
+    assert as_read(schema, inferred=True) == as_read(marked, inferred=False) == schema
     for guess in (
         pa.array(["", None])[1:],
         pa.array([[None], None, [None, None], []], pa.list_(pa.string()))[1:],
@@ -241,4 +241,4 @@ def test_a_guessed_type_gives_way() -> None:
 
 def _guess(kind: pa.DataType) -> pa.DataType:
     schema = mark_untyped(pa.schema([("x", kind)]), ["x"])
-    return as_read(schema).field("x").type
+    return as_read(schema, inferred=True).field("x").type

@@ -235,7 +235,7 @@ def test_ranges_of_a_row_group(numbers: Path, data: st.DataObject) -> None:
         ).map(sorted)
     )
     ranges = np.array(edges[: len(edges) // 2 * 2], np.int64).reshape(-1, 2)
-    cursor = read._Cursor(str(numbers), ["i"])
+    cursor = read._Cursor(str(numbers), ["i"], inferred=False)
     found = [
         i for b in cursor.read(0, ranges[:, 0], ranges[:, 1]) for i in b.column("i").to_pylist()
     ]
