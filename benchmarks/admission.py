@@ -107,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     sampling = SamplingParams(max_tokens=args.max_tokens, ignore_eos=True)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     loads = workloads(load_text_tokenizer(base), args.rows)
-    for load, prompts in ((name, loads[name]) for name in args.load):
+    for load in args.load:
         requests = [
             Request(custom_id=str(i), prompt_ids=tuple(ids), sampling=sampling)
-            for i, ids in enumerate(prompts)
+            for i, ids in enumerate(loads[load])
         ]
         results[load] = {name: [] for name in SETTINGS}
         for number in range(args.rounds):

@@ -160,7 +160,7 @@ def common_type(kinds: list[pa.DataType], *, everywhere: bool) -> pa.DataType | 
     # Arrow would widen text to bytes, and decimals to floats
     before = {leaf for one in distinct for leaf in _leaves(one)}
     for leaf in _leaves(kind):
-        if _is_binary(leaf) and any(map(_is_text, before)):
+        if _is_binary(leaf) and any(map(is_text, before)):
             return None
         if pa.types.is_floating(leaf) and any(map(pa.types.is_decimal, before)):
             return None
@@ -180,8 +180,13 @@ def _leaves(kind: pa.DataType) -> list[pa.DataType]:
     return [leaf for i in range(kind.num_fields) for leaf in _leaves(kind.field(i).type)]
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
 
 
 def _is_binary(kind: pa.DataType) -> bool:
@@ -227,7 +232,7 @@ def typed(table: pa.Table, columns: bytes, keys: Collection[str] = ()) -> pa.Tab
 def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     if kind == pa.string():
         return _as_text(column)
-    if _is_text(column.type) and not _is_text(kind):
+    if is_text(column.type) and not is_text(kind):
         # made text by join_tables, since a number would lose digits
         return column
     try:
@@ -258,23 +263,28 @@ def join_tables(tables: list[pa.Table]) -> pa.Table:
         return pa.concat_tables(tables)
     joined = {}
     for name in dict.fromkeys(name for table in tables for name in table.column_names):
-        own = [t.column(name) if name in t.column_names else pa.nulls(len(t)) for t in tables]
         kinds = [t.schema.field(name).type for t in tables if name in t.column_names]
-        joined[name] = _join(own, common_type(kinds, everywhere=len(kinds) == len(tables)))
+        kind = common_type(kinds, everywhere=len(kinds) == len(tables))
+        joined[name] = _join([_column(table, name) for table in tables], kind)
     return pa.table(joined)
 
 
-def _join(columns: list[Any], kind: pa.DataType | None) -> pa.ChunkedArray:
+def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    held = name in table.column_names
+    return table.column(name) if held else pa.chunked_array([pa.nulls(len(table))])
+
+
+def _join(columns: list[pa.ChunkedArray], kind: pa.DataType | None) -> pa.ChunkedArray:
     if kind is not None:
         # a value may not fit, such as 2**60 + 1 in a column of floats
         with contextlib.suppress(pa.ArrowException):
-            return _chunked([as_type(column, kind) for column in columns], kind)
-    return _chunked([_as_text(column) for column in columns], pa.string())
+            return _stacked([as_type(column, kind) for column in columns])
+    return _stacked([_as_text(column) for column in columns])
 
 
-def _chunked(columns: list[Any], kind: pa.DataType) -> pa.ChunkedArray:
-    chunks = [c.chunks if isinstance(c, pa.ChunkedArray) else [c] for c in columns]
-    return pa.chunked_array([chunk for some in chunks for chunk in some], kind)
+def _stacked(columns: list[Any]) -> pa.ChunkedArray:
+    """Columns of one type, one after another."""
+    return pa.concat_tables([pa.table({"": column}) for column in columns]).column(0)
 
 
 def fill_untyped(tables: list[pa.Table]) -> list[pa.Table]:
@@ -303,8 +313,6 @@ def _with_types(table: pa.Table, wanted: dict[str, pa.DataType]) -> pa.Table:
 
 def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Values as text: what Arrow casts as it does, the rest as JSON."""
-    if not isinstance(column, pa.ChunkedArray):
-        column = pa.chunked_array([column])
     # of an extension type, such as a UUID, Arrow would cast the bytes beneath
     if not isinstance(column.type, pa.BaseExtensionType):
         with contextlib.suppress(pa.ArrowInvalid, pa.ArrowNotImplementedError):

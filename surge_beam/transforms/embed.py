@@ -19,10 +19,10 @@ from apache_beam.utils.timestamp import Timestamp
 from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.records import DeadLetter, EncoderConfig, SurgeError
+from surge_beam.transforms.columns import is_text
 from surge_beam.transforms.files import absolute_model
 from surge_beam.transforms.metric_ids import keep_metric_ids_apart
 from surge_beam.transforms.overlap import Overlap
-from surge_beam.transforms.read import is_text
 from surge_beam.transforms.superbatch import (
     MAX_BYTES,
     MAX_ROWS,

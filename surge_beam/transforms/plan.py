@@ -231,11 +231,13 @@ class Planner:
     def check_kept(self, names: Iterable[str]) -> None:
         """Raises SurgeError where no file has one of the columns that are to be kept."""
         found = {f.name for columns in self._file_columns for f in unpack_columns(columns)}
-        missing = [name for name in names if name not in found]
+        missing = set(names) - found
+        # of all files, so only where a column was not found
+        if not missing or not self._file_columns:
+            return
         folders = {name for source in self._runs.files for name in hive_values(source.name)}
-        for name in missing if self._file_columns else ():
-            if name not in folders:
-                raise SurgeError(f"no file has a column {name!r}, which keep_columns asks for")
+        for name in sorted(missing - folders):
+            raise SurgeError(f"no file has a column {name!r}, which keep_columns asks for")
 
     def plan(self, limits: Limits) -> Iterator[SuperBatchPlan | SplitPartition]:
         """SuperBatches to encode, and the split partitions to publish after them."""

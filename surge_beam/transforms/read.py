@@ -31,6 +31,7 @@ from surge_beam.records import (
 from surge_beam.transforms.columns import (
     as_read,
     as_type,
+    is_text,
     join_tables,
     pack_columns,
     plain_value,
@@ -471,15 +472,6 @@ def kept_folders(
     return [name for name in others if keep is None or name in keep]
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
-
-
 @dataclasses.dataclass
 class ReadSegment:
     """The rows of a segment as read.
@@ -751,11 +743,11 @@ class SuperBatchReader:
         """Adds the folder values that are not key columns, since they would be lost otherwise."""
         config, hive = self._config, hive_values(source.name)
         wanted = kept_folders(table.column_names, hive, config)
-        wanted += [n for n in config.optional_columns if n in hive and n not in wanted]
+        held = {*config.partition_by, *table.column_names, *wanted}
+        wanted += [n for n in config.optional_columns if n in hive and n not in held]
         for name in wanted:
-            if name not in config.partition_by and name not in table.column_names:
-                constant = pa.repeat(pa.scalar(hive[name], pa.string()), table.num_rows)
-                table = table.append_column(name, constant)
+            constant = pa.repeat(pa.scalar(hive[name], pa.string()), table.num_rows)
+            table = table.append_column(name, constant)
         return table
 
 

@@ -32,7 +32,7 @@ from apache_beam.utils.windowed_value import WindowedValue
 
 from surge_beam.policy.superbatch import Limits
 from surge_beam.records import SurgeError
-from surge_beam.transforms.read import is_text
+from surge_beam.transforms.columns import is_text
 
 T = TypeVar("T")
 Row = dict[str, Any]
